@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import average_checkpoints, convert, merge_lora
 from mmfsdp.errors import ConfigError, FormatError, UnsafePickleError
@@ -64,19 +64,81 @@ def test_the_library_is_named(kind: str, tmp_path: Path) -> None:
     convert(source, tmp_path / "copied.safetensors")  # the bytes as they are
 
 
-@pytest.mark.parametrize("scale", ["weight_scale_inv", "scale", "scale_weight"])
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "scale", "scale_weight", "fp8_scale"])
 def test_no_cast_takes_codes_for_numbers(scale: str, tmp_path: Path) -> None:
-    """The second is DeepSeek's own code's name, the third ComfyUI's."""
+    """The second is DeepSeek's own code's name, the third ComfyUI's, the last nobody's."""
     source = tmp_path / "codes.safetensors"
     other = torch.ones(3).to(torch.float8_e4m3fn)  # numbers: nothing scales them
     save_file({"fc.weight": CODES, f"fc.{scale}": SCALE[:1], "fc.bias": torch.ones(4), "other.weight": other}, source)
-    remedy = r"Add quantize='none'" if scale == "weight_scale_inv" else r"Load the model with the library"
+    remedy = r"Load the model with the library" if scale == "fp8_scale" else r"Add quantize='none'"
     with pytest.raises(ConfigError, match=rf"'fc\.weight' is float8_e4m3fn in units of 'fc\.{scale}'.*{remedy}"):
         convert(source, tmp_path / "out.safetensors", dtype="bf16")
     assert not (tmp_path / "out.safetensors").exists()
     convert(source, tmp_path / "out.safetensors", dtype={"*.bias": "bf16", "other.*": "bf16"})
-    if scale == "weight_scale_inv":
-        convert(source, tmp_path / "numbers.safetensors", dtype="bf16", quantize="none")
+    if scale == "fp8_scale":
+        with pytest.raises(
+            ConfigError, match=r"in units of 'fc\.fp8_scale', which mmfsdp does not read. Load the model"
+        ):
+            convert(source, tmp_path / "numbers.safetensors", quantize="none")
+        return
+    convert(source, tmp_path / "numbers.safetensors", dtype="bf16", quantize="none")
+    found = load_file(tmp_path / "numbers.safetensors")
+    assert {*found} == {"fc.weight", "fc.bias", "other.weight"}
+    assert torch.equal(found["fc.weight"], torch.full((4, 8), 2.0).bfloat16())
+
+
+# Shapes of codes and of their scales, and the sizes of the blocks that share one.
+BLOCKS = {
+    "64 x 64": ((200, 300), (4, 5), (64, 64)),
+    "1 x 128": ((200, 300), (200, 3), (1, 128)),
+    "32 of a row": ((64, 96), (64, 3), (1, 32)),
+    "a column": ((5, 7), (1, 7), (5, 1)),
+    "experts, 128 x 128": ((2, 256, 130), (2, 2, 2), (1, 128, 128)),
+    "experts, a row": ((3, 40, 20), (3, 40, 1), (1, 1, 20)),
+    "experts, each": ((3, 4, 5), (3,), (1, 4, 5)),
+    "a convolution": ((6, 3, 2, 2), (6, 1, 1, 1), (1, 3, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_scales_of_many_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also of what ranks hold, whose boxes begin anywhere."""
+    torch.manual_seed(0)
+    tensors, expected = {}, {}
+    for name, (sizes, counts, block) in BLOCKS.items():
+        codes, scales = torch.randn(sizes).to(torch.float8_e4m3fn), (torch.rand(counts) + 0.5).to(dtype)
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}
+        scales = scales.float().reshape(*counts, *(1,) * (len(sizes) - len(counts)))
+        for dim, (size, side) in enumerate(zip(sizes, block, strict=True)):
+            scales = scales.repeat_interleave(side, dim).narrow(dim, 0, size)
+        expected[f"{name}.weight"] = codes.float() * scales
+    save_file(tensors, tmp_path / "codes.safetensors")
+    convert(tmp_path / "codes.safetensors", tmp_path / "whole.safetensors", quantize="none", verify_output=True)
+    convert(tmp_path / "codes.safetensors", tmp_path / "dcp", to="dcp", ranks=3, quantize="none")
+    convert(tmp_path / "dcp", tmp_path / "parts.safetensors")
+    for found in (load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "parts.safetensors")):
+        assert {*found} == {*expected}
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_bytes_of_two_floats_are_no_numbers(tmp_path: Path) -> None:
+    """DeepSeek-V4's experts; the advice does not contradict itself."""
+    scales = torch.ones(64, 4).to(torch.float8_e8m0fnu)
+    tensors = {
+        "attn.wq.weight": torch.ones(128, 128).to(torch.float8_e4m3fn),
+        "attn.wq.scale": torch.ones(1, 1).to(torch.float8_e8m0fnu),
+        "experts.0.w1.weight": torch.ones(64, 64, dtype=torch.int8),
+        "experts.0.w1.scale": scales,
+    }
+    save_file(tensors, tmp_path / "codes.safetensors")
+    for settings in ({"quantize": "none"}, {"dtype": "bf16"}, {"quantize": "fp8"}):
+        with pytest.raises(
+            ConfigError, match=r"'experts.0.w1.weight' is of weights quantised by NVFP4 or MXFP4 .*library"
+        ):
+            convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", **settings)
+    save_file({name: tensors[name] for name in [*tensors][:2]}, tmp_path / "dense.safetensors")
+    convert(tmp_path / "dense.safetensors", tmp_path / "out.safetensors", quantize="none")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["attn.wq.weight"], torch.ones(128, 128))
 
 
 def test_a_hugging_face_folder_of_codes_is_to_be_restored(tmp_path: Path) -> None:

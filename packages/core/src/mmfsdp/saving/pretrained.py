@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from mmfsdp.basics.codes import not_restored
 from mmfsdp.basics.text import WRAPPER_PREFIX, clean_fqn, name_list
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe
@@ -47,6 +48,8 @@ def load_pretrained(
     copy files of its disks each for itself, from the page cache: the disk still reads each byte once. Weights that the
     model ties are read once and stay tied, whichever of their names the checkpoint has.
 
+    Weights that are codes of 8 bits with scales beside them are restored, unless the model holds the same codes.
+
     Names may lack the prefix that DistributedDataParallel (``module.``) or a Hugging Face model (its
     ``base_model_prefix``) gives them, or have one that the model's names lack.
 
@@ -73,8 +76,8 @@ def load_pretrained(
         CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
             rank.
         RankMismatchError: Ranks gave different paths or other arguments.
-        StateDictError: No name matches, or a shape differs, or anything does with ``strict``; raised on every rank, and
-            nothing is changed.
+        StateDictError: No name matches, or a shape differs, or anything does with ``strict``, or weights are codes that
+            cannot be restored; raised on every rank, and nothing is changed.
 
     Example:
         >>> with parameters_on_meta():
@@ -146,12 +149,13 @@ def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: 
     return {name if name in own else spelt(name): value for name, value in weights.items()}
 
 
-def _unlike(weights: Collection[str], own: Collection[str], state: ShardedModel, path: Any) -> str:
+def _unlike(weights: Mapping[str, LazyTensor], own: Collection[str], state: ShardedModel, path: Any) -> str:
     remedy = (
         "Give 'rules', a recipe that rewrites them; mmfsdp.checkpoint.known_recipes() lists those that are shipped."
     )
     if prefix := common_prefix(weights, own):
         remedy = f"They match without the prefix {prefix!r}: give 'rules', a recipe that removes it."
+    remedy = not_restored(weights) or remedy
     return (
         f"No tensor of {path} has a name of {type(state.module).__name__}. It has {name_list([*weights])}; the model "
         f"has {name_list([*own])}. {remedy}"

@@ -26,6 +26,7 @@ from mmfsdp.state.flat_load import fill_piece, piece_box
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.replicas import Replicas, replicas_of
 from mmfsdp.state.report import LoadReport, agree, compare_shapes
+from mmfsdp.state.restored_codes import as_numbers
 from mmfsdp.state.sending import check_whole
 
 __all__ = ["LoadReport", "load_model_state_dict", "model_state_dict"]
@@ -74,7 +75,8 @@ def load_model_state_dict(
 ) -> LoadReport:
     """Load weights into a sharded model; each rank loads its own part. Collective: every rank.
 
-    With ``strict`` nothing is changed unless everything fits. Otherwise everything that fits is loaded.
+    With ``strict`` nothing is changed unless everything fits. Otherwise everything that fits is loaded. Weights that
+    are codes of 8 bits with scales beside them are restored, unless the model holds the same codes.
 
     Args:
         model: A sharded model.
@@ -90,13 +92,14 @@ def load_model_state_dict(
         The keys and shapes that did not match; the same on every rank.
 
     Raises:
-        StateDictError: With ``strict``, a key or a shape did not match; or, with ``from_rank0``, a tensor is a shard.
+        StateDictError: With ``strict``, a key or a shape did not match; or, with ``from_rank0``, a tensor is a shard;
+            or weights are codes that cannot be restored.
     """
     state = find_sharded_model(model)
     scope = state.scope
     if from_rank0 and not scope.is_first:
         state_dict = {}
-    given = on_all_ranks(lambda: _examined(state_dict, state, from_rank0), scope)
+    state_dict, given = on_all_ranks(lambda: _examined(state_dict, state, from_rank0), scope)
     extra = given.extra
     own_shards = state.is_fsdp1 and not from_rank0 and any_of(scope, "a shard" in given.kinds.values())
     if own_shards:
@@ -154,8 +157,10 @@ class _Given:
     """Tensors that are still to be read."""
 
 
-def _examined(state_dict: Any, state: ShardedModel, from_rank0: bool) -> _Given:
+def _examined(state_dict: Any, state: ShardedModel, from_rank0: bool) -> tuple[Mapping[str, Any], _Given]:
+    """Return the state dict with numbers in place of codes, and what it holds."""
     _check_form(state_dict, from_rank0)
+    state_dict = as_numbers(state_dict, state)
     given = _Given({}, {}, {}, {})
     for name, value in state_dict.items():
         if from_rank0:
@@ -166,7 +171,7 @@ def _examined(state_dict: Any, state: ShardedModel, from_rank0: bool) -> _Given:
             given.extra[name] = value
         if isinstance(value, LazyTensor):
             given.stored[name] = value
-    return given
+    return state_dict, given
 
 
 def _check_form(state_dict: Any, from_rank0: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from mmfsdp.basics.codes import codes_in_units, how_to_restore
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights, restored_for
@@ -19,7 +20,6 @@ from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.dequantizing import dequantized, restored_sources
 from mmfsdp.checkpoint.files.disk import place
-from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.errors import ConfigError

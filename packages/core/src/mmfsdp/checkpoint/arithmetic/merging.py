@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.codes import not_restored, scales_of
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
@@ -20,7 +21,6 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.planned_files import Progress
-from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
 from mmfsdp.checkpoint.formats.opening import opened

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.descriptors import is_remote, prefetch, size_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Record
@@ -21,7 +22,6 @@ from mmfsdp.checkpoint.conversion.targets import Companion, Target
 from mmfsdp.checkpoint.files.dequantizing import dequantized
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.planned_files import Progress
-from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.formats.registry import format_named

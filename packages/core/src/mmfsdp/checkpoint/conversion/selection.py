@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
+from mmfsdp.basics.codes import codes_in_units, how_to_restore
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import WRAPPER_PREFIX, compile_pattern, parse_bytes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
@@ -19,7 +20,6 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.journal import lasting_id
-from mmfsdp.checkpoint.files.scales import codes_in_units, how_to_restore
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.formats.model_forms import Made, ModelForm
 from mmfsdp.checkpoint.formats.opening import open_layout

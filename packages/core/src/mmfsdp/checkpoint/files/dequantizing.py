@@ -7,12 +7,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmfsdp.basics.dtypes import is_floating_point, itemsize
+from mmfsdp.basics.codes import block_of, codes_in_units, how_to_restore, needless_parts, not_restored, scales_of
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
 from mmfsdp.checkpoint.files.rounding import Rounding
-from mmfsdp.checkpoint.files.scales import BLOCK, not_restored, scales_of
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import is_ref, named_tensors, part_tensors, weights_of
@@ -21,14 +21,13 @@ from mmfsdp.errors import ConfigError
 __all__ = ["dequantized", "restored_sources"]
 
 _READ = 1 << 20  # bytes of codes at a time, or one row
-_OF_INPUTS = ".input_scale"  # scales that were measured for codes
 
 
 def dequantized(layout: Layout) -> Layout:
     """Return a checkpoint with its weights as numbers: each code times its scale, exact or rounded once.
 
-    A scale may be that of a tensor, of a row, or of a block of 128 x 128, and its name ends with ``weight_scale`` or
-    ``weight_scale_inv``. Tensors without one stay. Scales of inputs are left out.
+    `scales_of` says how scales are named, and `block_of` which shapes they have. Tensors without one stay. Scales of
+    inputs are left out.
 
     Args:
         layout: The checkpoint.
@@ -49,14 +48,9 @@ def dequantized(layout: Layout) -> Layout:
     if not scales and layout.origins:
         return layout  # what is computed of other checkpoints was restored before
     if not scales:
-        raise ConfigError(
-            f"{layout.path.name} holds nothing that is quantised: no float8 or int8 weight has one of its name and "
-            "'_scale' or '_scale_inv' beside it. There is nothing to restore.",
-            config="quantize",
-        )
+        raise ConfigError(_nothing(layout, given), config="quantize")
     check_coverage(layout, [scale.name for scale in scales.values()])
-    gone = {*found.values()}
-    gone |= {name for name in given if name.endswith(_OF_INPUTS) and name[: -len(_OF_INPUTS)] + ".weight" in scales}
+    gone = needless_parts(given, found)
     part = weights_of(layout)
     stored = named_tensors(part.weights)
     left_out = {stored[name] for name in gone}
@@ -65,6 +59,17 @@ def dequantized(layout: Layout) -> Layout:
         tensors[stored[name]] = _Restored.of(given[name], scale)
     tree = _pruned(layout.tree, part.where, left_out)
     return replace(layout, tensors=tensors, tree=tree, origins=layout.origins or (layout,))
+
+
+def _nothing(layout: Layout, given: Mapping[str, TensorEntry]) -> str:
+    """Say why nothing can be restored."""
+    for name, scale in codes_in_units(given).items():
+        kind = given[name].dtype
+        return f"{name!r} is {kind} in units of {scale!r}, which mmfsdp does not read. {how_to_restore(name, given)}"
+    return (
+        f"{layout.path.name} holds nothing that is quantised: no float8 or int8 weight has one of its name and "
+        "'_scale' or '_scale_inv' beside it. There is nothing to restore."
+    )
 
 
 def _pruned(tree: Mapping[Any, Any], where: Sequence[Any], names: Container[str]) -> dict[Any, Any]:
@@ -94,31 +99,24 @@ def restored_sources(layouts: Sequence[Layout]) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class _Restored(ComputedEntry):
-    """A box of a matrix whose parts are its codes and the scales of the whole."""
+    """A box of a tensor whose parts are its codes and the scales of the whole."""
 
-    block: tuple[int, int] = field(kw_only=True)
-    """Rows and columns that share a scale."""
-    begin: tuple[int, int] = field(kw_only=True, default=(0, 0))
+    block: tuple[int, ...] = field(kw_only=True)
+    """Sizes of the blocks that share a scale."""
+    begin: tuple[int, ...] = field(kw_only=True)
     """Where the box begins."""
 
     @classmethod
     def of(cls, codes: TensorEntry, scale: TensorEntry) -> _Restored:
-        rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
-        blocks = {
-            (): (rows, columns),
-            (1,): (rows, columns),
-            (rows, 1): (1, columns),
-            (rows,): (1, columns),
-            (-(-rows // BLOCK), -(-columns // BLOCK)): (BLOCK, BLOCK),
-        }
-        block = blocks.get(scale.shape)
-        if len(codes.shape) != 2 or block is None or not is_floating_point(scale.dtype):
+        if (block := block_of(codes, scale)) is None:
             raise ConfigError(
                 f"{codes.name!r} of shape {[*codes.shape]} has {scale.dtype} scales of shape {[*scale.shape]}. "
-                f"Expected one, one for each row, or one for each block of {BLOCK} x {BLOCK} of a matrix.",
+                "Expected one, one for each row, or one for each block, such as 128 x 128. Load the model with the "
+                "library that wrote it, and save it unquantised.",
                 config="quantize",
             )
-        return cls(codes.name, "float32", codes.shape, codes.chunks(), (codes, scale), block=block)
+        start = (0,) * len(block)
+        return cls(codes.name, "float32", codes.shape, codes.chunks(), (codes, scale), block=block, begin=start)
 
     @property
     def formula(self) -> Any:
@@ -127,7 +125,7 @@ class _Restored(ComputedEntry):
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> ComputedEntry:
         codes, scale = self.parts
         part = codes.cut(offsets, sizes)
-        begin = (self.begin[0] + offsets[0], self.begin[1] + offsets[1])
+        begin = tuple(own + offset for own, offset in zip(self.begin, offsets, strict=True))
         return replace(self, shape=tuple(sizes), stored=part.chunks(), parts=(part, scale), begin=begin)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
@@ -137,19 +135,27 @@ class _Restored(ComputedEntry):
         # A product with a scale of 16 bits is exact in float32; with others it is rounded once, to the wanted dtype.
         exact = np.float32 if self.dtype == "float32" or itemsize(scale.dtype) == 2 else np.float64
         scales = np.concatenate([values(block, scale.dtype).astype(exact) for block in tensor_blocks(files, scale)])
-        scales = scales.reshape(scale.shape if len(scale.shape) == 2 else (-1, 1))
-        width = codes.shape[1]
-        across = (self.begin[1] + np.arange(width)) // max(self.block[1], 1)
-        row, lost = self.begin[0], 0
+        shape = (1,) * len(codes.shape) if scales.size == 1 else scale.shape
+        scales = scales.reshape(*shape, *(1,) * (len(codes.shape) - len(shape)))
+        # Rows of the box, however many dimensions number them; the scales of each are a row of their matrix.
+        width = codes.shape[-1]
+        indices = [
+            np.minimum((first + np.arange(size)) // max(side, 1), count - 1)
+            for first, size, side, count in zip(self.begin, codes.shape, self.block, scales.shape, strict=True)
+        ]
+        rows: Any = np.zeros((), np.intp)
+        for index, count in zip(indices[:-1], scales.shape[:-1], strict=True):
+            rows = rows[..., None] * count + index
+        rows, across, matrix = rows.reshape(-1), indices[-1], scales.reshape(-1, scales.shape[-1])
+        row, lost = 0, 0
         most = max(_READ // max(width, 1), 1) * max(width, 1)
         rounding = Rounding(self.dtype, most)
         for block in tensor_blocks(files, codes, most):
             numbers = values(block, codes.dtype).astype(exact).reshape(-1, width)
-            down = (row + np.arange(len(numbers))) // max(self.block[0], 1)
+            chosen = matrix[rows[row : row + len(numbers)]]
             row += len(numbers)
-            chosen = scales[down]
             with np.errstate(all="ignore"):
-                product = numbers * (chosen if scales.shape[1] == 1 else chosen[:, across])
+                product = numbers * (chosen if matrix.shape[1] == 1 else chosen[:, across])
             data, count = rounding(product.reshape(-1))
             lost += count
             yield data

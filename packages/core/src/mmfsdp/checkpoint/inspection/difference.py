@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.dequantizing import restored_sources
@@ -19,7 +20,6 @@ from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.expecting import compared_extents
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
-from mmfsdp.checkpoint.files.scales import scales_of
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference, compare_tensors

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmfsdp.basics.codes import block_of, scales_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
-from mmfsdp.checkpoint.files.scales import BLOCK, scales_of
 from mmfsdp.checkpoint.recipes.recipe_numbers import Values
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
 from mmfsdp.checkpoint.recipes.standing_in import StandIns
@@ -111,15 +111,18 @@ def _refuse_lost_scales(tensors: Mapping[str, TensorEntry], made: Mapping[str, T
     kept = {entry.chunks() for entry in made.values()} if (scales := scales_of(tensors)) else set()
     for name, scale in scales.items():
         codes, units = tensors[name], tensors[scale]
-        cut_blocks = len(units.shape) > 1 and units.shape[-1] > 1 and any(size % BLOCK for size in codes.shape)
+        block = block_of(codes, units) or ()
+        parted = not block or any(size % max(side, 1) for size, side in zip(codes.shape, block, strict=True))
+        cut_blocks = len(units.shape) > 1 and units.shape[-1] > 1 and parted
         if codes.chunks() not in kept and (units.chunks() in kept or cut_blocks):
             raise _quantized(name, scale)
 
 
 def _quantized(name: str, scale: str) -> ConfigError:
     return ConfigError(
-        f"{name!r} is codes in units of {scale!r}, and a recipe rearranges numbers. Add quantize='none', which "
-        "restores the numbers first; the result can be quantised again.",
+        f"{name!r} is codes in units of {scale!r}, and a recipe rearranges numbers. Add quantize='none' to the "
+        "conversion, which restores the numbers first; convert so before load_pretrained() reads the checkpoint. The "
+        "result can be quantised again.",
         config="quantize",
     )
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmfsdp.basics.codes import not_restored, scales_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
-from mmfsdp.checkpoint.files.scales import not_restored, scales_of
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
 from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.layout import Layout
