@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,11 @@ def test_the_library_is_named(kind: str, tmp_path: Path) -> None:
             average_checkpoints([source, source], tmp_path / "out.safetensors")
         with pytest.raises(ConfigError, match=f"a cast would take codes for numbers.*{named}"):
             convert(source, tmp_path / "out.safetensors", dtype="bf16")
+    for quantize in ("fp8", "fp8_channel"):
+        with pytest.raises(
+            ConfigError, match=f"'quantize' makes codes of numbers, and some weights are codes.*{named}"
+        ):
+            convert(source, tmp_path / "out", to="hf", quantize=quantize)
     assert not any(path.name.startswith("out") for path in tmp_path.iterdir())
     convert(source, tmp_path / "copied.safetensors")  # the bytes as they are
 
@@ -121,6 +127,75 @@ def test_scales_of_many_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+# Kinds of codes, what lies beside numbers there, the weight that the note names, and what may be cast.
+STAY: dict[str, tuple[dict[str, torch.Tensor], str, set[str]]] = {
+    "MXFP4": (
+        {f"{EXPERTS}_blocks": BYTES, f"{EXPERTS}_scales": BYTES.clone(), f"{EXPERTS}_bias": torch.ones(4)},
+        EXPERTS,
+        {f"{EXPERTS}_bias"},
+    ),
+    "GPTQ or AWQ": (
+        {"fc.qweight": WORDS, "fc.qzeros": WORDS.clone(), "fc.scales": SCALE.half(), "fc.bias": torch.ones(4)},
+        "fc.weight",
+        {"fc.bias"},
+    ),
+    r"bitsandbytes \(4 bits\)": (
+        {
+            "fc.weight": BYTES,
+            "fc.weight.absmax": BYTES[0].clone(),
+            "fc.weight.nested_absmax": torch.ones(1),
+            "fc.weight.quant_map": torch.ones(16),
+            "fc.weight.nested_quant_map": torch.ones(256),
+            "fc.weight.quant_state.bitsandbytes__nf4": BYTES[1].clone(),
+        },
+        "fc.weight",
+        set(),
+    ),
+    r"bitsandbytes \(8 bits\)": (
+        {"fc.weight": torch.ones(4, 8, dtype=torch.int8), "fc.SCB": SCALE[:, 0]},
+        "fc.weight",
+        set(),
+    ),
+    "HQQ": (
+        {"fc.W_q": BYTES, "fc.scale": SCALE, "fc.zero": SCALE.clone(), "fc.bias": torch.ones(4)},
+        "fc.weight",
+        {"fc.bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STAY)
+def test_a_cast_leaves_the_scales_of_other_codes(kind: str, tmp_path: Path) -> None:
+    tensors, weight, cast = STAY[kind]
+    tensors = tensors | {"norm.weight": torch.ones(4)}
+    save_file(tensors, tmp_path / "codes.safetensors")
+    report = convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+    assert {*report.casts} == cast | {"norm.weight"}
+    [note] = report.notes
+    assert re.fullmatch(f"not cast, as they are quantised by {kind}: '{weight}', with their scales", note)
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[name], part) for name, part in tensors.items() if name not in report.casts)
+    for name in found.keys() - report.casts.keys():
+        if tensors[name].is_floating_point():
+            with pytest.raises(
+                ConfigError, match=f"matches only what belongs to codes, such as '{re.escape(name)}' of"
+            ):
+                convert(tmp_path / "codes.safetensors", tmp_path / "no.safetensors", dtype={name: "bf16"})
+
+
+def test_codes_that_can_be_restored_are_not_left_beside_rounded_scales(tmp_path: Path) -> None:
+    state = {"fc.weight": torch.ones(4, 8, dtype=torch.int8), "fc.weight_scale": SCALE, "fc.bias": torch.ones(4)}
+    save_file(state, tmp_path / "codes.safetensors")
+    with pytest.raises(ConfigError, match=r"'fc.weight_scale' holds the scales of 'fc.weight', .*Add quantize='none'"):
+        convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+    convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", dtype="bf16", quantize="none")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["fc.weight"], torch.full((4, 8), 2.0).bfloat16())
+    save_file({"fc.weight": state["fc.weight"], "out.weight": torch.ones(4, 8)}, tmp_path / "bytes.safetensors")
+    with pytest.raises(ConfigError, match=r"'fc.weight' is int8, and nothing beside it says what its codes stand for"):
+        convert(tmp_path / "bytes.safetensors", tmp_path / "no.safetensors", quantize="fp8")
+
+
 def test_bytes_of_two_floats_are_no_numbers(tmp_path: Path) -> None:
     """DeepSeek-V4's experts; the advice does not contradict itself."""
     scales = torch.ones(64, 4).to(torch.float8_e8m0fnu)
@@ -136,6 +211,16 @@ def test_bytes_of_two_floats_are_no_numbers(tmp_path: Path) -> None:
             ConfigError, match=r"'experts.0.w1.weight' is of weights quantised by NVFP4 or MXFP4 .*library"
         ):
             convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", **settings)
+    experts = {name: tensors[name] for name in [*tensors][2:]}
+    save_file(experts, tmp_path / "one.safetensors")
+    average_checkpoints([tmp_path / "one.safetensors"] * 2, tmp_path / "same.safetensors")
+    save_file(experts | {"experts.0.w1.scale": (scales.float() * 4).to(scales.dtype)}, tmp_path / "two.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"'experts.0.w1.scale' is float8_e8m0fnu .*differs .*quantised weights cannot"
+    ):
+        average_checkpoints(
+            [tmp_path / f"{name}.safetensors" for name in ("one", "two")], tmp_path / "mean.safetensors"
+        )
     save_file({name: tensors[name] for name in [*tensors][:2]}, tmp_path / "dense.safetensors")
     convert(tmp_path / "dense.safetensors", tmp_path / "out.safetensors", quantize="none")
     assert torch.equal(load_file(tmp_path / "out.safetensors")["attn.wq.weight"], torch.ones(128, 128))

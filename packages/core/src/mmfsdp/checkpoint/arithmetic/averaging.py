@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from mmfsdp.basics.codes import codes_in_units, how_to_restore
+from mmfsdp.basics.codes import codes_in_units, how_to_restore, parts_of_codes
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, matched_weights, restored_for
@@ -119,16 +119,17 @@ def _averaged(layouts: Sequence[Layout], factors: tuple[float, ...], total: floa
     for layout in layouts:
         _refuse_codes(layout)
     matched = matched_weights(layouts)
+    codes = parts_of_codes(matched[-1])  # which may be the same: a base that an adapter was trained on
     computed: dict[str, TensorEntry] = {}
     differing = []
     for name, entry in matched[-1].items():
         parts = tuple(weights[name] for weights in matched)
-        if all(is_floating_point(part.dtype) for part in parts):
+        if name not in codes and all(is_floating_point(part.dtype) for part in parts):
             chunks = tuple(chunk for part in parts for chunk in part.chunks())
             computed[entry.name] = WeightedSum(
                 entry.name, entry.dtype, entry.shape, chunks, parts, factors=factors, total=total
             )
-        elif not _equal(name, layouts, parts):
+        elif not _equal(name, layouts, parts, may_differ=len(entry.shape) <= 1 and name not in codes):
             differing.append(name)
     notes = (f"Not averaged, taken from {last.path.name}: {name_list(differing, 5)}",) if differing else ()
     origins = tuple(origin for layout in layouts for origin in layout.origins or (layout,))
@@ -144,7 +145,7 @@ def _refuse_codes(layout: Layout) -> None:
         )
 
 
-def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry]) -> bool:
+def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry], *, may_differ: bool) -> bool:
     """Tell whether tensors that are not averaged are equal; raise if they differ and may not."""
     last = parts[-1]
     dtypes = {part.dtype for part in parts}
@@ -157,7 +158,7 @@ def _equal(name: str, layouts: Sequence[Layout], parts: Sequence[TensorEntry]) -
             blocks = zip(tensor_blocks(files, part), tensor_blocks(files, last), strict=True)
             if all(equal_bytes(one, two) for one, two in blocks):
                 continue
-            if len(last.shape) <= 1 and not last.dtype.startswith("complex"):
+            if may_differ and not last.dtype.startswith("complex"):
                 return False
             raise ConfigError(
                 f"{name!r} is {last.dtype} of shape {list(last.shape)} and differs between {str(layout.path)!r} and "

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Ranks
-from mmfsdp.basics.codes import codes_in_units, how_to_restore
-from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
-from mmfsdp.basics.text import WRAPPER_PREFIX, compile_pattern, parse_bytes
+from mmfsdp.basics.text import WRAPPER_PREFIX, parse_bytes
+from mmfsdp.checkpoint.conversion.casts import chosen_dtypes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
-from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.journal import lasting_id
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.formats.model_forms import Made, ModelForm
@@ -29,7 +27,7 @@ from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
-from mmfsdp.errors import ConfigError, FormatError, closest
+from mmfsdp.errors import ConfigError, FormatError
 
 __all__ = ["Intent", "Selection", "intended", "select"]
 
@@ -99,14 +97,15 @@ def intended(
             "another part.",
             config="keep",
         )
-    casts = form.dtypes({} if conversion.dtype is None else _chosen_dtypes(conversion.dtype, stored), stored)
+    chosen, kept_codes = ({}, ()) if conversion.dtype is None else chosen_dtypes(conversion.dtype, stored)
+    casts = form.dtypes(chosen, stored)
     named: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
         count = partial(_count, overflowed, name)
         named[name] = CastEntry.of(entry, casts[name], count) if name in casts else entry.counting(count)
     finished = form.finished(named, conversion.quantize, partial(_count, overflowed))
     named = dict(finished.tensors)
-    selection = replace(selection, notes=(*selection.notes, *finished.notes))
+    selection = replace(selection, notes=(*selection.notes, *kept_codes, *finished.notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
     bare = target.flat and keep == "model"
     tree = selection.part if bare else selection.tree
@@ -184,48 +183,6 @@ def _with_weights(layout: Layout, selection: Selection, made: Made, maker: str) 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:
     tree = {key: part if value is selection.part else value for key, value in selection.tree.items()}
     return replace(selection, tree=tree, part=part)
-
-
-_TARGETS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
-
-
-def _chosen_dtypes(wanted: str | Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the new dtype of each tensor that changes.
-
-    Args:
-        wanted: One dtype for all floating point tensors, or patterns and the dtype of what they match; the first that
-            matches counts.
-        tensors: The tensors by the names that they will have.
-
-    Raises:
-        ConfigError: A dtype is unknown or cannot be cast to, a pattern matches no floating point tensor, or numpy is
-            not there.
-    """
-    rules = {"**": wanted} if isinstance(wanted, str) else dict(wanted)
-    dtypes = {pattern: canonical_dtype(dtype) for pattern, dtype in rules.items()}
-    for dtype in dtypes.values():
-        if dtype not in _TARGETS:
-            raise ConfigError(f"Tensors cannot be cast to {dtype!r} here. Use one of {', '.join(_TARGETS)}.")
-    require_numpy("Casting")
-    patterns = {pattern: compile_pattern(pattern, "./") for pattern in dtypes}
-    floating = [name for name, entry in tensors.items() if is_floating_point(entry.dtype)]
-    chosen: dict[str, str] = {}
-    for pattern, regex in patterns.items():
-        matched = [name for name in floating if regex.fullmatch(name)]
-        if not matched:
-            hint = closest(pattern.replace("*", ""), floating)
-            raise ConfigError(f"dtype pattern {pattern!r} matches no floating point tensor.{hint}")
-        for name in matched:
-            chosen.setdefault(name, dtypes[pattern])
-    chosen = {name: dtype for name, dtype in chosen.items() if dtype != tensors[name].dtype}
-    for name, scale in codes_in_units(tensors).items():
-        if name in chosen:
-            raise ConfigError(
-                f"{name!r} is {tensors[name].dtype} in units of {scale!r}, and a cast would take codes for numbers. "
-                + how_to_restore(name, tensors),
-                config="dtype",
-            )
-    return chosen
 
 
 def _with_states(selection: Selection, layout: Layout, target: Format) -> Selection:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.basics.codes import codes_in_units, how_to_restore, not_restored
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
@@ -87,6 +88,7 @@ def replaced(
         ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
     """
     require_numpy("Quantising")
+    _refuse_other_codes(tensors)
     made: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         made[name] = entry
@@ -128,10 +130,37 @@ def is_linear(name: str, entry: TensorEntry) -> bool:
 
 def _refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> None:
     """Raise a ``ConfigError`` if a weight is quantised already."""
-    if name + SCALE in tensors or name + "_scale" in tensors or entry.dtype.startswith("float8"):
+    scale = next((name + end for end in (SCALE, "_scale") if name + end in tensors), None)
+    if scale is not None:
         raise ConfigError(
-            f"{name!r} is quantised already. Quantise the checkpoint from before that, or restore it first with "
-            "quantize='none'."
+            f"{name!r} is quantised already, as {scale!r} beside it says. Quantise the checkpoint from before that, or "
+            "leave the scale out with 'exclude' if it is of something else.",
+            config="quantize",
+        )
+    if entry.dtype.startswith("float8"):
+        raise ConfigError(
+            f"{name!r} is quantised already: it is {entry.dtype}, and has no scale beside it. If it holds numbers, set "
+            "'dtype', which casts them before they are quantised.",
+            config="quantize",
+        )
+
+
+def _refuse_other_codes(tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise a ``ConfigError`` if weights of any name are codes: they would stay, and the config would not say of what.
+
+    Bytes may also be masks, but not if they are named ``weight``.
+    """
+    message = not_restored(tensors)
+    for name, scale in codes_in_units(tensors).items() if not message else ():
+        message = f"{name!r} is {tensors[name].dtype} in units of {scale!r}. {how_to_restore(name, tensors)}"
+    for name, entry in tensors.items() if not message else ():
+        if entry.dtype in ("int8", "uint8") and name.endswith(".weight") and len(entry.shape) > 1:
+            message = f"{name!r} is {entry.dtype}, and nothing beside it says what its codes stand for."
+    if message:
+        raise ConfigError(
+            f"'quantize' makes codes of numbers, and some weights are codes already: {message} Leave out 'quantize' to "
+            "copy them as they are.",
+            config="quantize",
         )
 
 
