@@ -234,6 +234,46 @@ def test_what_does_not_fit(
     assert names(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"vocab_size": 6, "n_embd": 4, "n_layer": 1}, ""),
+        ({"vocab_size": 7}, "'transformer.wte.weight' has shape [6, 4], but vocab_size is 7"),
+        ({"n_embd": 5}, "'transformer.wte.weight' has shape [6, 4], but n_embd is 5"),
+        ({"n_layer": 2}, "layer 1 is missing, but n_layer is 2"),
+        ({"n_layer": 0}, "there is a layer 0, but n_layer is 0"),
+        ({"n_layer": 2, "model_type": "their_own"}, ""),
+        ({"n_layer": 2, "model_type": None, "vocab_size": "many"}, ""),
+    ],
+)
+def test_a_config_of_another_size(config: dict[str, Any], said: str, source: Path, tmp_path: Path) -> None:
+    like = folder(tmp_path / "like", **config)
+    if not said:
+        convert(source, tmp_path / "out", to="hf", like=like)
+        return
+    with pytest.raises(ConfigError) as caught:
+        convert(source, tmp_path / "out", to="hf", like=like)
+    assert f"{said}. Give the folder of the model that was trained as 'like', or change its config.json" in str(
+        caught.value
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_codes_have_other_sizes_than_the_config(tmp_path: Path) -> None:
+    """Two 4-bit codes to a byte, in a folder that keeps its config."""
+    like = tmp_path / "like"
+    like.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (like / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 6, **sizes}))
+    packed = {"model.layers.0.mlp.up_proj.weight": torch.ones(48, 1, dtype=torch.uint8)}
+    save_file({**packed, "model.embed_tokens.weight": torch.ones(6, 8)}, like / "model.safetensors")
+    convert(like, tmp_path / "out", to="hf")
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(13, 8)}, tmp_path / "wrong.safetensors")
+    (like / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has shape \[13, 8\], but intermediate_size is 12"):
+        convert(tmp_path / "wrong.safetensors", tmp_path / "no", to="hf", like=like)
+
+
 def test_a_prefix_that_is_too_much(tmp_path: Path) -> None:
     folder(tmp_path / "full", with_weights=True)
     state = load_file(tmp_path / "full/model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import transformers
 from safetensors.torch import load_file
 
 from mmfsdp.checkpoint import convert, open_layout, verify
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.huggingface.config_sizes import _MODELS, check_sizes
+from mmfsdp.errors import ConfigError
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -300,3 +304,45 @@ def test_compressed_tensors_in_transformers(kind: str, tmp_path: Path) -> None:
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "restored").state_dict()
     assert all(torch.equal(value, ours[name]) for name, value in theirs.state_dict().items() if name in ours)
     assert {*ours} <= {*theirs.state_dict()}
+
+
+# Settings of small models of any type; a config takes those that it has.
+SIZES = {
+    **{
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "n_embd": 32,
+        "d_model": 32,
+        "word_embed_proj_dim": 32,
+        "embedding_size": 16,
+    },
+    **{"num_hidden_layers": 3, "n_layer": 3, "num_layers": 3, "num_decoder_layers": 2, "intermediate_size": 48},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "num_heads": 4, "num_experts": 4, "d_kv": 8},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "d_ff": 16, "ffn_dim": 16},
+    **{"max_position_embeddings": 64, "rotary_dim": 4, "pad_token_id": 0, "shared_expert_intermediate_size": 16},
+}
+COUNTS = ("vocab_size", "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_sizes_are_compared_with_the_config(kind: str, tmp_path: Path) -> None:
+    """No model is refused beside its own config, and each beside one with another number."""
+    config = transformers.CONFIG_MAPPING[kind]
+    known = {name: value for name, value in SIZES.items() if hasattr(config(), name)}
+    if getattr(made := config(**known), "layer_types", None):
+        made = config(**known, layer_types=made.layer_types[:3])
+    for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"):
+        if auto != "AutoModel" and config not in getattr(transformers, auto)._model_mapping:
+            continue
+        with torch.device("meta"):
+            state = getattr(transformers, auto).from_config(made).state_dict()
+        entries = {name: TensorEntry(name, "float32", tuple(value.shape), ()) for name, value in state.items()}
+        made.save_pretrained(tmp_path)
+        check_sizes(entries, tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        for name in COUNTS:
+            if isinstance(written.get(name), int) and name in known:
+                changed = written | {name: written[name] + 1}
+                (tmp_path / "config.json").write_text(json.dumps(changed))
+                with pytest.raises(ConfigError, match=f"but {name} is {changed[name]}"):
+                    check_sizes(entries, tmp_path)

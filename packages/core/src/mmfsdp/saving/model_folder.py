@@ -22,6 +22,7 @@ from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
 from mmfsdp.checkpoint.files.disk import copy_here, sync
 from mmfsdp.checkpoint.files.planned_files import complete_file
+from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
 from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
 from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
 from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names, own_weights
@@ -64,7 +65,8 @@ class ModelFolder:
             overwrite: Whether the target is replaced; its other files are kept.
 
         Raises:
-            ConfigError: ``like`` is not such a folder, or its weights have other names or shapes; raised on every rank.
+            ConfigError: ``like`` is not such a folder, or its weights have other names or shapes, or its config other
+                sizes; raised on every rank.
         """
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
         entries = {name: _entry(name, value) for name, value in tensors.items()}
@@ -91,9 +93,9 @@ class ModelFolder:
         def check() -> dict[str, Path]:
             if not scope.is_first:
                 return {}
-            check_names(
-                {name: entries[name] for name in kept}, {*tensors}, found.like, own_weights(found.like, open_layout)
-            )
+            written = {name: entries[name] for name in kept}
+            check_names(written, {*tensors}, found.like, own_weights(found.like, open_layout))
+            check_sizes(written, found.like)
             beside = companions(found.like, target if overwrite else None)
             refuse_other_content(target, beside)
             return beside

@@ -54,8 +54,9 @@ def chosen_dtypes(
     _refuse_codes(chosen, tensors)
     if only_scales is not None:
         pattern, name = only_scales
+        subject = "'dtype' finds" if isinstance(wanted, str) else f"dtype pattern {pattern!r} matches"
         raise ConfigError(
-            f"dtype pattern {pattern!r} matches only what belongs to codes, such as {name!r} of weights quantised by "
+            f"{subject} only what belongs to codes, such as {name!r} of weights quantised by "
             f"{parts[name].kind}: a cast would change what they stand for. Leave it out.",
             config="dtype",
         )

@@ -12,6 +12,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
 from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.layout import Layout
@@ -59,7 +60,8 @@ def without_ties(
         own: The weights that it has; if there are any, names and shapes must be theirs.
 
     Raises:
-        ConfigError: Names or shapes are not those of the model, or weights that its config ties differ.
+        ConfigError: Names or shapes are not those of the model, or not of the sizes that its config states, or weights
+            that its config ties differ.
     """
     ties = Ties.of(like, own)
     kept = dict(tensors)
@@ -71,6 +73,7 @@ def without_ties(
         del kept[name]
         notes.append(f"{name} is tied to {first} and written once")
     check_names(kept, {*tensors}, like, own)
+    check_sizes(kept, like)
     return kept, tuple(notes)
 
 
