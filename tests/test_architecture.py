@@ -87,6 +87,7 @@ IMPORT_BY_NAME = {
     "mmfsdp.basics.references": "what a user's config names",
     "mmfsdp.frontends.transformers_models": "transformers, which need not be installed",
     "mmfsdp.testing": "what the process that forks ranks imports beforehand",
+    "mmfsdp_mmengine.configs.lookup": "the package of a scope, which MMEngine could not import",
     "mmfsdp_cli.main": "the module of a command",
 }
 

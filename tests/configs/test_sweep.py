@@ -46,10 +46,10 @@ def test_constructors_that_need_values_give_models_without_memory(name: str) -> 
         ("vit", "auto_wrap_policy='auto'"),
         ("swin", "auto_wrap_policy='auto'"),
         ("detr", "auto_wrap_policy='auto'"),
-        ("resnet", "{'kind': 'any_of', 'policies': ['auto', {'kind': 'module_name', 'patterns': ['head.0']}]}"),
+        ("resnet", "dict(kind='any_of', policies=['auto', dict(kind='module_name', patterns=['head.0'])])"),
         (
             "vgg",
-            "'patterns': ['backbone.features.2', 'backbone.classifier.0', 'backbone.classifier.2']}",
+            "patterns=['backbone.features.2', 'backbone.classifier.0', 'backbone.classifier.2'])",
         ),
     ],
 )

@@ -31,6 +31,7 @@ from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.environment import check_environment
 from mmfsdp_mmengine.configs.global_batch import divide_loader
 from mmfsdp_mmengine.configs.lookup import check_known
+from mmfsdp_mmengine.configs.others import OTHER_MODEL_WRAPPERS
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
 from mmfsdp_mmengine.optimizers.amp import check_scaled, use_scaler_of
 from mmfsdp_mmengine.optimizers.binding import (
@@ -251,13 +252,13 @@ class FSDPStrategy(CheckpointingStrategy):
                 config["param_init_fn"] = self._pending.allocate
         with MODEL_WRAPPERS.switch_scope_and_registry(None) as registry:
             check_known(config, registry, "strategy.model_wrapper")
+        kind = config.get("type")
+        name = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+        if name in OTHER_MODEL_WRAPPERS:  # which cannot be built from a module
+            raise _no_wrapper(name)
         wrapped: nn.Module = MODEL_WRAPPERS.build(config, default_args=defaults)
         if not isinstance(wrapped, FullyShardedDataParallel):
-            raise ConfigError(
-                f"FSDPStrategy needs MMFullyShardedDataParallel or a class derived from it as model_wrapper, got "
-                f"{type(wrapped).__name__}. Use DDPStrategy with that wrapper.",
-                config="strategy.model_wrapper.type",
-            )
+            raise _no_wrapper(type(wrapped).__name__)
         if self._pending is not None:
             self._pending.guard(wrapped)
         self.logger.info(f"Sharding plan:\n{with_optimizers(wrapped.plan, optim_wrapper).table()}")
@@ -266,6 +267,16 @@ class FSDPStrategy(CheckpointingStrategy):
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: dict[str, Any]) -> Any:
         # MMEngine removes values from the dict, which several optimizers share.
         return super()._build_param_scheduler(scheduler, optim_wrapper, dict(default_args))
+
+
+def _no_wrapper(name: str) -> ConfigError:
+    """Return the error for a wrapper that does not shard."""
+    other = "the strategy of its library" if name in OTHER_MODEL_WRAPPERS else "DDPStrategy"
+    return ConfigError(
+        f"FSDPStrategy needs MMFullyShardedDataParallel or a class derived from it as model_wrapper, got {name}. Use "
+        f"{other} with that wrapper.",
+        config="strategy.model_wrapper.type",
+    )
 
 
 def _known_arguments() -> list[str]:

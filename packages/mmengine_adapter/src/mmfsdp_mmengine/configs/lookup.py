@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from mmengine.registry import DefaultScope, Registry
 
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp_mmengine.configs.packages import to_install
+from mmfsdp_mmengine.configs.packages import to_install, what_to_install
 
 __all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type"]
 
@@ -54,11 +56,14 @@ def unknown_name(name: str, registry: Registry, config: str | None = None) -> Un
     if not searched:
         scopes = ", ".join(repr(place.scope) for place in others)
         looked = f"no scope, as {name.partition('.')[0]!r} is none of {scopes}"
-    hints += _scope_without_registry(registry)
+    cause = _why_without_registry(name, registry)
+    advice = cause or (
+        " If the class is yours, list the module that registers it in custom_imports. If it belongs to a package, "
+        f"install the package and write 'scope.{bare}' or set default_scope."
+    )
     return UnknownNameError(
-        f"{name} is not in the {registry.scope}::{registry.name} registry. Looked in {looked}{_as_import(name)}.{hints}"
-        f" If the class is yours, list the module that registers it in custom_imports. If it belongs to a package, "
-        f"install the package and write 'scope.{bare}' or set default_scope.",
+        f"{name} is not in the {registry.scope}::{registry.name} registry. Looked in {looked}{_as_import(name)}."
+        f"{hints}{advice}",
         config=config,
     )
 
@@ -106,10 +111,32 @@ def _as_import(name: str) -> str:
     return f", and tried to import it as {name!r}" if "." in name else ""
 
 
-def _scope_without_registry(registry: Registry) -> str:
+def _why_without_registry(name: str, registry: Registry) -> str:
+    """Return why the scope of a name, or else the default scope, has no registry; empty if it has one."""
+    scope, _ = Registry.split_scope_key(name)
     current = DefaultScope.get_current_instance()
-    if current is None or any(place.scope == current.scope_name for place in _tree(registry.root)):
+    said = "The scope of the name is" if scope else "default_scope is"
+    scope = scope or (None if current is None else current.scope_name)
+    if scope is None or any(place.scope == scope for place in _tree(registry.root)):
         return ""
-    command = to_install(current.scope_name)
-    why = f"that package is not installed ({command})" if command else "no module of that scope is imported"
-    return f" default_scope is {current.scope_name!r}, but {why}."
+    if (command := to_install(scope)) is not None:
+        return f" {said} {scope!r}, but that package is not installed ({command})."
+    try:
+        found = find_spec(scope) is not None
+    except ValueError:  # a module that is no package, as __main__
+        found = False
+    if not found:
+        return (
+            f" {said} {scope!r}, but no module of that scope is imported. No package has that name: correct it, or "
+            "list the module that registers the scope's classes in custom_imports."
+        )
+    try:
+        import_module(f"{scope}.registry")  # as MMEngine did, which does not say why it failed
+    except Exception as error:  # importing a package may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == f"{scope}.registry":
+            return f" {said} {scope!r}, but that package has no module {scope}.registry, which makes a scope of it."
+        return (
+            f" {said} {scope!r}: that package is installed, and importing it failed with {type(error).__name__}: "
+            f"{error}. {what_to_install(error) or 'Repair or reinstall the package.'}"
+        )
+    return ""

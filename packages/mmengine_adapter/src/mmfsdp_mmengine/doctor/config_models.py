@@ -16,6 +16,7 @@ from mmfsdp_mmengine.configs.empty_models import without_weights
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
 from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
+from mmfsdp_mmengine.doctor.other_strategies import wrapper_of_others
 from mmfsdp_mmengine.doctor.subject import in_scope, quiet, sharding_of, types_in
 from mmfsdp_mmengine.wrappers.fsdp import MMFullyShardedDataParallel
 
@@ -36,7 +37,7 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
     if not isinstance(settings.get("model"), dict):
         raise ConfigError("The config has no model. Add model = dict(type=...).", config="model")
     try:
-        with in_scope(settings):
+        with in_scope(settings), quiet(about_scopes=True):
             model = _built(_with_preprocessor(settings))
     except Exception as error:  # whatever the user's model raises
         reason = f"{type(error).__name__}: {error}"
@@ -94,7 +95,8 @@ def sharding_settings(settings: dict[str, Any], model: nn.Module) -> Translated:
     with quiet(), in_scope(settings):
         found = sharding_of(settings)
         if found is None:
-            return translate_arguments(**wrapper_arguments(model, **advised_wrapper(model)))
+            advised = {**advised_wrapper(model), **wrapper_of_others(settings)}
+            return translate_arguments(**wrapper_arguments(model, **advised))
         given = dict(found.arguments)
         for name in ("module", "process_group", "device_mesh"):
             given.pop(name, None)

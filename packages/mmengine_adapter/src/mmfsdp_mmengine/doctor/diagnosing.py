@@ -39,6 +39,7 @@ def diagnose(
     settings: dict[str, Any],
     mesh: int | tuple[int, int] | None = None,
     written: Mapping[str, Any] | None = None,
+    inherited: frozenset[str] = frozenset(),
 ) -> Diagnosis:
     """Return the diagnosis of a config; names are looked up in its scope. Not collective; needs no device.
 
@@ -47,9 +48,10 @@ def diagnose(
         settings: The content of the config. Not changed.
         mesh: The number of ranks to plan for, or (replicate, shard). Default: the config's ``device_mesh``, else 8.
         written: See `Subject`.
+        inherited: See `Subject`.
     """
     with in_scope(settings):
-        return _diagnose(path, settings, mesh, written)
+        return _diagnose(path, settings, mesh, written, inherited)
 
 
 def _diagnose(
@@ -57,6 +59,7 @@ def _diagnose(
     settings: dict[str, Any],
     mesh: int | tuple[int, int] | None,
     written: Mapping[str, Any] | None,
+    inherited: frozenset[str],
 ) -> Diagnosis:
     model: nn.Module | None = None
     found: list[Finding] = []
@@ -67,7 +70,7 @@ def _diagnose(
     whole, refused = _plan(settings, model, mesh)
     if model is not None and whole is not None:
         whole = _with_muon(whole, settings, model)
-    subject = Subject(settings, sharding_of(settings), model, whole, written)
+    subject = Subject(settings, sharding_of(settings), model, whole, written, inherited)
     for look in FINDINGS:
         found += look(subject)
     if refused is not None:

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from mmfsdp.basics import name_list
 from mmfsdp.frontends import Finding
-from mmfsdp_mmengine.doctor.pasting import extended_hooks
+from mmfsdp_mmengine.doctor.pasting import changed_lines, extended_hooks
 from mmfsdp_mmengine.doctor.subject import Subject, hooks_of, name_of
 from mmfsdp_mmengine.wrappers.forward_steps import overrides
 
@@ -70,7 +70,9 @@ def batch_norm(subject: Subject) -> Iterator[Finding]:
             "warning",
             f"{subject.sharding.path}.mixed_precision",
             f"batch norm ({norms[0]!r}) runs in low precision: running statistics lose small updates.",
-            advice="remove _module_classes_to_ignore",
+            advice=changed_lines(
+                subject, f"{subject.sharding.path}.mixed_precision", {}, ["_module_classes_to_ignore", "ignore_classes"]
+            ),
         )
     place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
     alone = [name for name in norms if not isinstance(model.get_submodule(name), SyncBatchNorm)]

@@ -15,6 +15,7 @@ from mmfsdp.frontends import Finding
 from mmfsdp.optimizers import MuonWithAdamW
 from mmfsdp.planning import optimizer_named
 from mmfsdp_mmengine.configs.arguments import copied
+from mmfsdp_mmengine.doctor.pasting import changed_lines
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, quiet, unregistered
 from mmfsdp_mmengine.optimizers.amp import AmpOptimWrapper
 from mmfsdp_mmengine.optimizers.binding import OptimizerBinding, optim_wrappers_of
@@ -22,6 +23,7 @@ from mmfsdp_mmengine.optimizers.muon import MuonConstructor
 
 __all__ = ["FINDINGS", "build_on", "optimizer_of", "plainest"]
 
+_OF_AMP = ("type", "optimizer", "constructor", "paramwise_cfg", "loss_scale", "clip_grad", "accumulative_counts")
 _UNEVEN = ("LBFGS", "Adafactor")
 
 
@@ -68,7 +70,7 @@ def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
                 "error",
                 f"{path}.constructor",
                 f"{name_of(kind)} needs a constructor, which divides the parameters among Muon and AdamW.",
-                advice=f"constructor={MuonConstructor.__name__!r}",
+                advice=changed_lines(subject, path, {"constructor": MuonConstructor.__name__}),
             )
         else:
             yield from unregistered(kind, OPTIMIZERS, f"{path}.optimizer.type")
@@ -77,7 +79,9 @@ def unknown_optimizers(subject: Subject) -> Iterator[Finding]:
                 "warning",
                 f"{path}.optimizer.type",
                 f"torch's {name_of(kind)} needs whole parameters and fails on shards of uneven size.",
-                advice="optimizer=dict(type='AdamW', ...)",
+                advice=changed_lines(
+                    subject, f"{path}.optimizer", {"type": "AdamW", "lr": 1e-3}, [*optimizer] if optimizer else []
+                ),
             )
 
 
@@ -144,8 +148,8 @@ def several_optimizers(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "optim_wrapper.constructor",
-                "several optimizers need a constructor that assigns parameters to each.",
-                advice="constructor='MultiOptimWrapperConstructor'  # yours, in OPTIM_WRAPPER_CONSTRUCTORS",
+                "several optimizers need a constructor of yours, registered in OPTIM_WRAPPER_CONSTRUCTORS, that "
+                "assigns parameters to each.",
             )
 
 
@@ -161,8 +165,8 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
                 "error",
                 f"{path}.type",
                 "mixed_precision computes in float16, where small gradients become zero without a gradient scaler: "
-                "training raises an error before the first step.",
-                advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)  # or param_dtype='bfloat16'",
+                "training raises an error before the first step. bfloat16 needs none.",
+                advice=changed_lines(subject, path, {"type": "AmpOptimWrapper"}),
             )
         if not amp:
             continue
@@ -179,7 +183,7 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
                 "warning",
                 f"{path}.dtype",
                 f"autocast uses {cast}, but parameters are gathered in {low[0]}. Use one dtype.",
-                advice=f"dtype={low[0]!r}",
+                advice=changed_lines(subject, path, {"dtype": low[0]}),
             )
     for path, wrapper in _wrappers(subject):
         if name_of(wrapper.get("type")) == "ApexOptimWrapper" and subject.sharding is not None:
@@ -187,7 +191,9 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
                 "warning",
                 f"{path}.type",
                 "apex is not tested with sharded models and optimizers.",
-                advice="optim_wrapper = dict(type='AmpOptimWrapper', ...)",
+                advice=changed_lines(
+                    subject, path, {"type": "AmpOptimWrapper"}, [key for key in wrapper if key not in _OF_AMP]
+                ),
             )
 
 
@@ -251,6 +257,7 @@ def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding
     plan, model = subject.plan, subject.model
     if plan is None or model is None or plan.use_orig_params or len(groups) < 2:
         return
+    path = subject.sharding.path if subject.sharding is not None else "strategy"
     place = {id(param): index for index, group in enumerate(groups) for param in group}
     params = dict(model.named_parameters())
     for unit in plan.units:
@@ -258,11 +265,11 @@ def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding
         if len(held) > 1:
             yield Finding(
                 "error",
-                f"{subject.sharding.path if subject.sharding else 'strategy'}.use_orig_params",
+                f"{path}.use_orig_params",
                 f"the optimizer has different settings for parameters of unit {unit.fqn or '(root)'!r}, but False "
                 "makes them one parameter.",
                 "silently applied the settings of some to all of them.",
-                "use_orig_params=True",
+                changed_lines(subject, path, {"use_orig_params": True}),
             )
             return
 

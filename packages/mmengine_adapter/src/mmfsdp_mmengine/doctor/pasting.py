@@ -1,15 +1,49 @@
-"""Writes config lines to paste that extend what a config has, and lose nothing of it."""
+"""Writes config lines to paste that extend or change what a config has, and lose nothing of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mmfsdp_mmengine.doctor.subject import Subject
 
-__all__ = ["extended_hooks", "extended_imports"]
+__all__ = ["changed_lines", "extended_hooks", "extended_imports", "replaced_line"]
 
 OURS = "mmfsdp_mmengine"
+
+
+def changed_lines(subject: Subject, path: str, values: Mapping[str, Any], removed: Collection[str] = ()) -> str:
+    """Return lines that change some settings of a dict in the config.
+
+    Where the file, or a config in Python style that it reads, assigns the name, the lines change its dict. A dict of
+    ``_base_`` has no name in the file: there the line is a dict that MMEngine merges with it.
+
+    Args:
+        subject: The config.
+        path: Dotted path of the dict, such as ``'strategy.model_wrapper'``; what is missing of it is added.
+        values: The new values, by name.
+        removed: Names to remove.
+    """
+    name, *keys = path.split(".")
+    removed = [key for key in removed if key not in values]
+    node: Any = subject.settings.get(name)
+    if not isinstance(node, Mapping) or subject.inherits(name):
+        return f"{name} = {_written(_merged(node, keys, values, removed))}"
+    target, rest = name, list(keys)
+    while rest and isinstance(node.get(rest[0]), Mapping):
+        node, target = node[rest[0]], f"{target}[{rest.pop(0)!r}]"
+    lines = [f"{target}.pop({key!r})" for key in removed if not rest and key in node]
+    new: Mapping[str, Any] = dict(values)
+    for key in reversed(rest):
+        new = {key: new}
+    if new:
+        lines.append(f"{target}.update({_arguments(new)})")
+    return "\n".join(lines)
+
+
+def replaced_line(subject: Subject, name: str, value: Mapping[str, Any]) -> str:
+    """Return the line that gives a setting another dict, of which nothing inherited remains."""
+    return f"{name} = {_written({'_delete_': True, **value} if subject.inherits(name) else value)}"
 
 
 def extended_imports(settings: Mapping[str, Any]) -> str:
@@ -38,11 +72,25 @@ def extended_hooks(subject: Subject, hook: str) -> str:
     return f"custom_hooks = {_written([*given, new])}"
 
 
+def _merged(node: Any, keys: list[str], values: Mapping[str, Any], removed: Collection[str]) -> dict[str, Any]:
+    """Return what MMEngine merges with the dict of a base; a dict that loses names replaces the base's."""
+    if keys:
+        inner = node.get(keys[0]) if isinstance(node, Mapping) else None
+        return {keys[0]: _merged(inner, keys[1:], values, removed)}
+    if not isinstance(node, Mapping) or not any(key in node for key in removed):
+        return dict(values)
+    return {"_delete_": True, **{key: node[key] for key in node if key not in removed}, **values}
+
+
+def _arguments(value: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_written(item)}" for key, item in value.items())
+
+
 def _written(value: Any) -> str:
     """Return a config value as configs write it: ``dict(type='EMAHook')``."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key.isidentifier() for key in value):
-            return f"dict({', '.join(f'{key}={_written(item)}' for key, item in value.items())})"
+            return f"dict({_arguments(value)})"
         return "{" + ", ".join(f"{key!r}: {_written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"

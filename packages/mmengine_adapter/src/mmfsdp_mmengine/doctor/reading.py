@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,21 @@ class MMEngineConfig:
 
     def diagnose(self, mesh: int | tuple[int, int] | None) -> Diagnosis:
         """Return its diagnosis; see `mmfsdp.frontends.ReadConfig`."""
-        return diagnose(str(self.path), self.content, mesh, self.written)
+        inherited = frozenset() if self.written is not None else frozenset(self.content) - _assigned(self.path)
+        return diagnose(str(self.path), self.content, mesh, self.written, inherited)
+
+
+def _assigned(path: Path) -> frozenset[str]:
+    """Return the names that a config in Python assigns itself; no names for other files, which have no statements."""
+    if path.suffix != ".py":
+        return frozenset()
+    targets = [
+        target
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+    ]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _import(given: Any, name: str) -> None:

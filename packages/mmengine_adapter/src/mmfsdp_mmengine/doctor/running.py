@@ -9,8 +9,10 @@ from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 
 from mmfsdp.errors import closest
 from mmfsdp.frontends import Finding
+from mmfsdp_mmengine.configs.others import OTHER_MODEL_WRAPPERS, OTHER_OPTIM_WRAPPERS, OTHER_STRATEGIES
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
-from mmfsdp_mmengine.doctor.pasting import extended_imports
+from mmfsdp_mmengine.doctor.other_strategies import optim_wrapper_of_others, wrapper_of_others
+from mmfsdp_mmengine.doctor.pasting import changed_lines, extended_imports, replaced_line
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, name_of, types_in, unregistered
 
 __all__ = ["FINDINGS", "parameters_of"]
@@ -61,7 +63,7 @@ def stock_classes(subject: Subject) -> Iterator[Finding]:
         path,
         "MMEngine ignores custom_imports in configs that import modules. This config imports nothing of "
         "mmfsdp_mmengine, so training uses MMEngine's own classes.",
-        advice=f"from mmfsdp_mmengine import {name}\n{path.partition('.')[0]} = dict(type={name}, ...)",
+        advice=f"from mmfsdp_mmengine import {name}\n{path.partition('.')[0]}.update(type={name})",
     )
 
 
@@ -73,8 +75,9 @@ def nothing_sharded(subject: Subject) -> Iterator[Finding]:
     path = "strategy.type" if strategy else "strategy"
     if strategy and class_of(strategy.get("type"), STRATEGIES) is None:
         return  # `unknown_names` reports it
-    if name_of(strategy.get("type")) in ("DeepSpeedStrategy", "ColossalAIStrategy"):
-        here = f"{name_of(strategy['type'])} is not changed and not checked. To shard with mmfsdp instead:"
+    if name_of(strategy.get("type")) in OTHER_STRATEGIES:
+        here = f"{name_of(strategy['type'])} is not changed and not checked. To shard with mmfsdp instead, write what "
+        here += "follows; it says the same of precision, clipping, accumulation and offloading."
     else:
         here = "nothing is sharded: every rank holds the whole model, as with DDP. To shard it:"
     yield Finding("warning", path, here, advice="\n".join(advised_strategy(subject)))
@@ -82,11 +85,39 @@ def nothing_sharded(subject: Subject) -> Iterator[Finding]:
 
 def advised_strategy(subject: Subject) -> list[str]:
     """Return the config lines that shard the model."""
-    wrapper = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
-    first, strategy = extended_imports(subject.settings), "'FSDPStrategy'"
+    wrapper = {**advised_wrapper(subject.model), **wrapper_of_others(subject.settings)}
+    first = extended_imports(subject.settings)
+    strategy = replaced_line(subject, "strategy", {"type": "FSDPStrategy", "model_wrapper": wrapper})
     if subject.written is not None:  # MMEngine ignores custom_imports in a config that imports modules
-        first, strategy = "from mmfsdp_mmengine import FSDPStrategy", "FSDPStrategy"
-    return [first, "runner_type = 'FlexibleRunner'", f"strategy = dict(type={strategy}, model_wrapper=dict({wrapper}))"]
+        first = "from mmfsdp_mmengine import FSDPStrategy"
+        strategy = strategy.replace("'FSDPStrategy'", "FSDPStrategy", 1)
+    lines = [first, "runner_type = 'FlexibleRunner'", strategy]
+    if changes := optim_wrapper_of_others(subject):
+        lines.append(changed_lines(subject, "optim_wrapper", changes))
+    if subject.settings.get("model_wrapper_cfg") is not None:  # of the plain Runner
+        lines.append("model_wrapper_cfg = None")
+    return lines
+
+
+def of_other_strategies(subject: Subject) -> Iterator[Finding]:
+    """Classes for DeepSpeed and ColossalAI that a config keeps after its strategy has changed."""
+    if subject.sharding is None:
+        return
+    given = subject.settings.get("optim_wrapper")
+    if isinstance(given, Mapping) and (name := name_of(given.get("type"))) in OTHER_OPTIM_WRAPPERS:
+        yield Finding(
+            "error",
+            "optim_wrapper.type",
+            f"{name} works with {name.removesuffix('OptimWrapper')}Strategy only.",
+            advice=changed_lines(subject, "optim_wrapper", {"type": "OptimWrapper"}),
+        )
+    if name_of(subject.argument("type")) in OTHER_MODEL_WRAPPERS:
+        yield Finding(
+            "error",
+            f"{subject.sharding.path}.type",
+            f"{name_of(subject.argument('type'))} does not shard, and works with its own strategy only.",
+            advice=changed_lines(subject, subject.sharding.path, {"type": "MMFullyShardedDataParallel"}),
+        )
 
 
 def unknown_names(subject: Subject) -> Iterator[Finding]:
@@ -185,5 +216,14 @@ def for_replicas(subject: Subject) -> Iterator[Finding]:
         )
 
 
-FINDINGS = (not_imported, stock_classes, nothing_sharded, unknown_names, unknown_arguments, runner_kind, for_replicas)
+FINDINGS = (
+    not_imported,
+    stock_classes,
+    nothing_sharded,
+    of_other_strategies,
+    unknown_names,
+    unknown_arguments,
+    runner_kind,
+    for_replicas,
+)
 """All findings of this module."""

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch.nn as nn
 
+from mmfsdp import ShardPlan
 from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import Finding
 from mmfsdp.torch_style import ARGUMENTS, translate_arguments
 from mmfsdp_mmengine.configs.arguments import activation_arguments, state_dict_settings, wrapper_arguments
 from mmfsdp_mmengine.doctor.advice import advised_wrapper
 from mmfsdp_mmengine.doctor.config_models import OWN_ARGUMENTS
+from mmfsdp_mmengine.doctor.pasting import changed_lines
 from mmfsdp_mmengine.doctor.subject import Subject, name_of
 
 __all__ = ["FINDINGS", "setting_of"]
@@ -68,13 +70,14 @@ def strategy_words(subject: Subject) -> Iterator[Finding]:
             "used FSDP1 units that hold whole weights.",
         )
     elif "HYBRID" in word and not meshed:
+        mesh = {} if subject.plan is None else {"device_mesh": _mesh(subject.plan)}
         yield Finding(
             "warning",
             path,
             "the LOCAL_WORLD_SIZE ranks of a machine shard together; without that variable this is an error. "
             "device_mesh works with any launcher.",
             "ranks on the CPU were silently not synchronised at all.",
-            "device_mesh=dict(mesh_shape=(2, 8), mesh_dim_names=('replicate', 'shard'))",
+            changed_lines(subject, subject.sharding.path, mesh),
         )
 
 
@@ -83,7 +86,7 @@ def no_policy(subject: Subject) -> Iterator[Finding]:
     given = [subject.argument(name) for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy", "config")]
     if subject.sharding is None or subject.model is None or any(item is not None for item in given):
         return
-    advice = ", ".join(f"{key}={value!r}" for key, value in advised_wrapper(subject.model).items())
+    advice = changed_lines(subject, subject.sharding.path, advised_wrapper(subject.model))
     yield Finding(
         "warning",
         f"{subject.sharding.path}.auto_wrap_policy",
@@ -130,7 +133,7 @@ def words_of_arguments(subject: Subject) -> Iterator[Finding]:
             f"{path}.use_orig_params",
             "uses engine 'fsdp1' with one flat parameter per unit, which has one set of optimizer settings.",
             "silently applied weight decay and learning rates of single parameters to whole units.",
-            "use_orig_params=True",
+            changed_lines(subject, path, {"use_orig_params": True}),
         )
 
 
@@ -170,9 +173,9 @@ def without_memory(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "error",
             "strategy.skip_init_weights",
-            "training without loading weights is an error.",
+            "training without load_from or resume is an error: nothing gives the parameters their values.",
             "ran init_weights anyway.",
-            "load_from = 'weights.pth'",
+            changed_lines(subject, "strategy", {"skip_init_weights": False}),
         )
         return
     yield Finding(
@@ -190,6 +193,12 @@ def two_places(subject: Subject) -> Iterator[Finding]:
         return
     if subject.sharding.strategy.get(name) is not None and subject.argument(name) is not None:
         yield Finding("error", f"strategy.{name}", "is set in model_wrapper too. Set it in one of them.")
+
+
+def _mesh(plan: ShardPlan) -> dict[str, Any]:
+    """Return the mesh of the plan's ranks as the wrapper's argument."""
+    shape, names = (plan.mesh.replicate, plan.mesh.shard), ("replicate", "shard")
+    return {"mesh_shape": shape, "mesh_dim_names": names}
 
 
 def _is_policy_of_names(value: Any) -> bool:

@@ -82,8 +82,7 @@ def averaged_weights(subject: Subject) -> Iterator[Finding]:
                 "error",
                 f"{path}.type",
                 f"{cls.__name__} derives from MMEngine's own EMAHook, which copies the sharded model. Derive it "
-                "from mmengine.hooks.EMAHook, or import the module that defines it before mmfsdp_mmengine.",
-                advice="from mmengine.hooks import EMAHook",
+                "from mmengine.hooks.EMAHook, and import mmfsdp_mmengine before the module that defines it.",
             )
             continue
         yield Finding(

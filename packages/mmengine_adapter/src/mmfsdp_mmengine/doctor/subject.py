@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+_ABOUT_SCOPES = ("Failed to import `", "Failed to search registry with scope")
+"""How MMEngine's messages about a scope begin whose package cannot be imported."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """The part of a config that shards the model."""
@@ -61,6 +65,12 @@ class Subject:
     written: Mapping[str, Any] | None = None
     """The content of a config in Python style, in which imported objects are names as the config imports them. None for
     other configs."""
+    inherited: frozenset[str] = frozenset()
+    """The settings at the top level that only a config in ``_base_`` has."""
+
+    def inherits(self, name: str) -> bool:
+        """Return whether a setting at the top level comes from ``_base_`` alone, so that the file cannot change it."""
+        return name in self.inherited
 
     def argument(self, name: str) -> Any:
         """Return an argument of the wrapper, or None."""
@@ -82,18 +92,22 @@ def in_scope(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence MMEngine's logger, which reports each parameter of an optimizer and each scope without a registry."""
+def quiet(*, about_scopes: bool = False) -> Iterator[None]:
+    """Silence MMEngine's logger, which reports each parameter of an optimizer and each scope without a registry.
+
+    Args:
+        about_scopes: Silence only what it says of scopes, which findings say better.
+    """
     logger = MMLogger.get_current_instance()
 
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
+    def passes(record: logging.LogRecord) -> bool:
+        return about_scopes and not record.getMessage().startswith(_ABOUT_SCOPES)
 
-    logger.addFilter(nothing)
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.removeFilter(nothing)
+        logger.removeFilter(passes)
 
 
 def class_of(value: Any, registry: Registry) -> Any:

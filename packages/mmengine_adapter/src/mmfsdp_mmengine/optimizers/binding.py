@@ -12,6 +12,7 @@ from mmengine.registry import OPTIMIZERS
 from mmfsdp import ShardPlan, load_optim_state_dict
 from mmfsdp.errors import ConfigError
 from mmfsdp.optimizers import MatrixOptimizer, MuonWithAdamW
+from mmfsdp_mmengine.configs.others import check_optim_wrapper
 from mmfsdp_mmengine.optimizers.clipping import clip_globally
 
 __all__ = ["OptimizerBinding", "check_optimizer_named", "optim_wrappers_of", "waiting_gradients", "with_optimizers"]
@@ -92,6 +93,7 @@ class OptimizerBinding:
         self._groups: dict[str, list[list[str]]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         for key, wrapper in self._wrappers.items():
+            check_optim_wrapper(wrapper, f"optim_wrapper.{key}".rstrip("."))
             groups = wrapper.optimizer.param_groups
             foreign = [tuple(param.shape) for group in groups for param in group["params"] if id(param) not in names]
             if foreign:
