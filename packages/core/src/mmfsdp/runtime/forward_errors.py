@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -46,13 +46,15 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
     places = traceback.walk_tb(error.__traceback__)
     for (frame, _), entry in reversed(list(zip(places, traceback.extract_tb(error.__traceback__), strict=True))):
-        module = frame.f_locals.get("self")
-        if not isinstance(module, nn.Module) or id(module) not in names:
+        known = {name: names[id(value)] for name, value in frame.f_locals.items() if id(value) in names}
+        if not known:
             continue
-        fqn = names[id(module)]
-        read = [name for name in _read(state, frame, _source(entry), fqn) if _is_in_pieces(state, name)]
+        read = [name for name in _read(state, frame, _source(entry), known) if _is_in_pieces(state, name)]
         if read:
-            reader = f"{fqn or '(root)'!r} ({type(module).__name__}) computed in {frame.f_code.co_name}()"
+            module, reader = frame.f_locals.get("self"), "code"
+            if id(module) in names:
+                reader = f"{names[id(module)] or '(root)'!r} ({type(module).__name__})"
+            reader = f"{reader} computed in {frame.f_code.co_name}()"
             error.add_note(f"mmfsdp: {reader} with {_note(error, state, names, read)}")
             return
 
@@ -96,12 +98,21 @@ def _source(entry: traceback.FrameSummary) -> str:
     )
 
 
-def _read(state: ShardedModel, frame: FrameType, source: str, fqn: str) -> Iterator[str]:
-    """Yield the names of parameters that a line of a module's code reads, as far as its text and frame show."""
+def _read(state: ShardedModel, frame: FrameType, source: str, modules: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of parameters that a line of code reads, as far as its text and frame show.
+
+    Args:
+        state: The model's state.
+        frame: Its frame.
+        source: Its text.
+        modules: The FQNs of modules in its variables.
+    """
     known = {name for param in state.plan.all_params() for name in _names_of(param)}
     held = {id(_value(state, name)): name for name in known}
     found = [held[id(value)] for value in frame.f_locals.values() if id(value) in held and value is not None]
-    for chain in re.findall(r"\bself((?:\.\w+|\[\d+\])+)", source):
+    for variable, chain in re.findall(r"\b(\w+)((?:\.\w+|\[\d+\])+)", source):
+        if (fqn := modules.get(variable)) is None:
+            continue
         steps = re.sub(r"\[(\d+)\]", r".\1", chain).strip(".").split(".")
         # A suffix such as .T is not part of the parameter's name.
         found += [".".join([*([fqn] if fqn else []), *steps[:end]]) for end in range(1, len(steps) + 1)]

@@ -13,13 +13,16 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.data_parallel import watch_wrappers
 from mmfsdp.runtime.flat_params import flat_params, name_gathering
 from mmfsdp.runtime.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.graph_inputs import check_graph_inputs
 from mmfsdp.runtime.guards import watch_optimizers
+from mmfsdp.runtime.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
 from mmfsdp.runtime.other_weights import refuse_other_flat_weights, refuse_other_weights
 from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
 from mmfsdp.runtime.resizing import refuse_resizing
@@ -50,7 +53,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if (live := me()) is not None:
             # If forward failed, torch calls this hook in an except block, without an output.
-            _end_forward(live, sys.exception() if output is None else None)
+            _end_forward(live, output, sys.exception() if output is None else None)
 
     # Not compiled: the model may be, with fullgraph=True.
     module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
@@ -63,6 +66,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
         for group in state.groups:
             keep_state_dicts_pure(group)
         subscribe(RefuseSecondOrder(), state.groups)
+        subscribe(ReduceAlways(module), state.groups)
         refuse_other_weights(module, state.groups)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)
@@ -72,10 +76,14 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     watch_wrappers()
 
 
-def _end_forward(state: ShardedModel, error: BaseException | None) -> None:
+def _end_forward(state: ShardedModel, output: Any, error: BaseException | None) -> None:
     if error is not None:
         explain_forward_error(error, state)
     state.after_forward(failed=error is not None)
+    if error is None and not state.is_graph_checked and torch.is_grad_enabled() and not state.is_running:
+        state.is_graph_checked = True
+        shards = {id(param): clean_fqn(name) for name, param in state.module.named_parameters()}
+        check_graph_inputs(tensors_in(output), shards)
 
 
 def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.ref[nn.Module]) -> None:
@@ -156,10 +164,12 @@ def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
     for part in parts:
         gate = UnitGate(_nothing if part.unit.is_root else begin)
         if state.is_fsdp1:
-            watch_flat_unit(wrappers[id(part.modules[0])], gate)
+            unit = wrappers[id(part.modules[0])]
+            watch_flat_unit(unit, gate, HiddenOutputs(unit, part.owned))
         else:
             members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
-            watch_unit(members, gate, full_precision=part.unit.precision.full_precision)
+            hidden = HiddenOutputs(members[0], part.owned)
+            watch_unit(members, gate, hidden, full_precision=part.unit.precision.full_precision)
             if part.unit.is_root:
                 gate.run = _as_forward(gate.run, weakref.ref(state))
         route(part.holders, gate)
@@ -203,9 +213,9 @@ def _as_forward(method: Any, me: weakref.ref[ShardedModel]) -> Any:
         try:
             output = method(*args, **kwargs)
         except Exception as error:
-            _end_forward(live, error)
+            _end_forward(live, None, error)
             raise
-        _end_forward(live, None)
+        _end_forward(live, output, None)
         return output
 
     return call

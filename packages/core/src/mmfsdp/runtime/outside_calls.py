@@ -20,6 +20,7 @@ from torch.utils.module_tracker import ModuleTracker
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.casting import in_full_precision
+from mmfsdp.runtime.hidden_outputs import HiddenOutputs
 from mmfsdp.runtime.torch_fsdp2.iterations import enter_again
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of
@@ -107,12 +108,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool) -> None:
+def watch_unit(members: list[nn.Module], gate: UnitGate, hidden: HiddenOutputs, *, full_precision: bool) -> None:
     """Attach a gate to a unit of ``fully_shard``. Not collective.
 
     Args:
         members: The modules that were passed to ``fully_shard`` together.
         gate: The unit's gate.
+        hidden: Accepts the tensors that outputs of the unit do not show.
         full_precision: Whether the unit computes in float32 inside a model of lower precision.
     """
     module = members[0]
@@ -133,11 +135,16 @@ def watch_unit(members: list[nn.Module], gate: UnitGate, *, full_precision: bool
     def run_and_keep_hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # For a call of the unit itself, hooks do this.
         output = run(in_full_precision(forward) if full_precision else forward, *args, **kwargs)
-        _keep_hook(module, args, kwargs, output)
+        keep_hook(module, args, kwargs, output)
         return output
 
+    def keep_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not _tracker.is_bw:  # when backward recomputes a unit, the unit is gathered already
+            keep_backward_hook(module, (args, kwargs), output)
+            hidden.accept((args, kwargs), output)
+
     gate.run = run_and_keep_hook
-    gate.watch(members, _keep_hook)
+    gate.watch(members, keep_hook)
     subscribe(_OpenInBackward(gate), groups_of(members))
     accept_views()
 
@@ -159,18 +166,13 @@ class _OpenInBackward(Subscriber):
         self.gate.end_backward()
 
 
-def _keep_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    # When backward recomputes a unit, the unit is gathered already.
-    if not _tracker.is_bw:
-        keep_backward_hook(module, (args, kwargs), output)
-
-
-def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
+def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate, hidden: HiddenOutputs) -> None:
     """Attach a gate to a unit of FSDP1. Not collective.
 
     Args:
         unit: The wrapper around the unit's module.
         gate: The unit's gate.
+        hidden: Refuses outputs that show no tensor with a backward, but hold one.
     """
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +182,12 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate) -> None:
         finally:
             gate.pending = None
 
+    def refuse_hidden(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not _tracker.is_bw:
+            hidden.refuse(output)
+
     gate.run = run
-    gate.watch([unit])
+    gate.watch([unit], refuse_hidden)
     gate.stand_in(unit.module, "forward", _RoutedUnit(unit.module, gate), runs_pending=True)
 
 

@@ -84,6 +84,7 @@ class ShardedModel:
             every rank.
         lost_writes: Notices what is written to gathered parameters in the first steps; None after them, with engine
             ``fsdp1``, and where nothing is trained, as in a rehearsal.
+        is_graph_checked: Whether the graph of a training forward was searched for shards (`check_graph_inputs`).
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -94,7 +95,7 @@ class ShardedModel:
         self.mesh = mesh
         self._engine = live_engine(plan.engine)
         self.sync_gradients = True
-        self.unreduced = False
+        self.unreduced = self.is_graph_checked = False
         self.agreement: GradientAgreement | None = None
         self.lost_writes: LostWrites | None = None
         self._module = weakref.ref(module)

@@ -13,6 +13,7 @@ from mmfsdp.runtime.torch_fsdp2.param_groups import Group, places_of
 __all__ = [
     "free",
     "gather",
+    "gathered_copies",
     "gathered_params",
     "gathered_values",
     "is_copy_on_fewer_ranks",
@@ -70,10 +71,16 @@ def gathered_values(group: Group) -> Iterator[tuple[str, torch.Tensor]]:
             yield param._param_fqn or param._module_info.param_name, value
 
 
+def gathered_copies(group: Group) -> Iterator[torch.Tensor]:
+    """Yield the gathered copies that torch reuses, gathered or freed now; none before a parameter's first use."""
+    for param in group.fsdp_params:
+        if (copy := getattr(param, "_unsharded_param", None)) is not None:
+            yield copy
+
+
 def known_copies(groups: Iterable[Group]) -> set[int]:
     """Return the ``id`` of each gathered copy that torch reuses, gathered or freed now."""
-    found = (getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params)
-    return {id(copy) for copy in found if copy is not None}
+    return {id(copy) for group in groups for copy in gathered_copies(group)}
 
 
 def is_copy_on_fewer_ranks(param: torch.Tensor, groups: Iterable[Group]) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, RESETS_ITERATIONS, torch_has
 from mmfsdp.runtime.torch_fsdp2.param_groups import groups_in_module
 
-__all__ = ["before_first_use", "begin_backward", "begin_root", "discard_iteration", "enter_again"]
+__all__ = ["before_first_use", "begin_backward", "begin_root", "discard_iteration", "enter_again", "reduce_at_end"]
 
 
 def begin_root(root: FSDPModule) -> None:
@@ -36,6 +36,14 @@ def before_first_use(root: FSDPModule, check: Callable[[], None]) -> None:
 def begin_backward(module: Any, grad: torch.Tensor) -> None:
     """Gather a unit for its backward, as torch's hook on the unit's outputs does."""
     module._get_fsdp_state()._pre_backward(grad)
+
+
+def reduce_at_end(root: Any) -> None:
+    """Arrange that the backward that runs ends with the reduction of all gradients. Call it as often as you like.
+
+    torch does so where a backward meets the output of a unit.
+    """
+    root._get_fsdp_state()._register_root_post_backward_final_callback()
 
 
 def discard_iteration(root: FSDPModule) -> None:

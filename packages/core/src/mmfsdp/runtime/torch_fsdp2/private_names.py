@@ -48,7 +48,15 @@ _PARAM = (
     "_module_info.shared_param_names",
 )
 _ACCUMULATING = ("unsharded_accumulated_grad", "to_accumulated_grad_if_needed")
-_STATE = ("_lazy_init", "_pre_backward", "_training_state.IDLE", "_is_root", "_state_ctx", "_comm_ctx")
+_STATE = (
+    "_lazy_init",
+    "_pre_backward",
+    "_register_root_post_backward_final_callback",
+    "_training_state.IDLE",
+    "_is_root",
+    "_state_ctx",
+    "_comm_ctx",
+)
 _IN_PARTS = ("_modules_to_run_forward", "_pre_forward", "_post_forward", "_mp_policy")
 _OWN_GRADIENTS = "torch.distributed.fsdp._fully_shard._fsdp_grad"
 """Where torch's main branch keeps `FSDPGrad`: gradients whose reading runs collectives."""
