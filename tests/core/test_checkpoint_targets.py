@@ -104,7 +104,7 @@ def test_a_save_replaces_no_run(tmp_path: Path, kind: str) -> None:
 
 def test_an_empty_path(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_samples(tmp_path)["dcp"])
-    for arguments in (("", source.with_name("out.pth")), (source, "")):
+    for arguments in (("", source.with_name("out")), (source, "")):
         with pytest.raises(ConfigError, match=r"The path is empty.*write '\.'"):
             convert(*arguments, to="dcp", overwrite=True)
     convert(".", source.with_name("out.pth"))

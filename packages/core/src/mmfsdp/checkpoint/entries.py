@@ -10,6 +10,8 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, ListedBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
+from mmfsdp.checkpoint.stand_ins import explained
+from mmfsdp.errors import CheckpointError
 
 __all__ = ["ComputedEntry", "FoldedEntry", "TensorEntry"]
 
@@ -34,7 +36,10 @@ class TensorEntry:
             CheckpointError: A box is not where the checkpoint's metadata says.
         """
         if isinstance(self.stored, Unlocated):
-            return self.stored.locate(self.stored.boxes.meeting(None))
+            try:
+                return self.stored.locate(self.stored.boxes.meeting(None))
+            except CheckpointError as error:
+                raise explained(error) from error.__cause__
         return self.stored
 
     def within(self, box: Bounds) -> TensorEntry:

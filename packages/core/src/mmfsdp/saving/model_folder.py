@@ -5,6 +5,7 @@ The files are planned as ``convert`` plans them, from names, dtypes and shapes a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
+from mmfsdp.checkpoint.stand_ins import pointer_notes
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
@@ -40,6 +42,8 @@ from mmfsdp.saving.summed_files import copy_into
 from mmfsdp.saving.written_parts import Stretch, WrittenParts, joined_on_first
 
 __all__ = ["ModelFolder", "write_model_folder"]
+
+_log = logging.getLogger("mmfsdp.saving")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class ModelFolder:
             check_sizes(written, found.like)
             beside = companions(found.like, target if overwrite else None)
             refuse_other_content(target, beside)
+            for note in pointer_notes(beside):
+                _log.warning("Saving %r: %s.", str(target), note)
             return beside
 
         return cls(kept, on_all_ranks(check, scope), stem)

@@ -14,6 +14,7 @@ from mmfsdp.checkpoint.files.disk import nearest, refuse_empty
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.stand_ins import explained
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
@@ -92,6 +93,7 @@ def _settings(config: Path) -> dict[str, Any]:
         if not isinstance(settings, dict):
             raise ValueError("it is not a mapping")
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{config.name} is damaged: {error}.", file=str(config)) from error
+        damage = CorruptCheckpointError(f"{config.name} is damaged: {error}.", file=str(config))
+        raise explained(damage) from error
     check_settings(settings, config)
     return settings

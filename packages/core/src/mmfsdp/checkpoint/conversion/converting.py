@@ -30,6 +30,7 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
+from mmfsdp.checkpoint.stand_ins import pointer_notes
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CorruptCheckpointError
 
@@ -149,7 +150,8 @@ def convert(
     beside: dict[str, Companion] = {**copied, **form.rewritten(intent.written, chosen.quantize)}
     free = to.check(intent, beside)
     final = path if dry_run else to.write(intent, beside, progress)
-    noted = [note for origin in layout.origins or (layout,) for note in origin.notes]
+    noted = pointer_notes(copied)
+    noted += [note for origin in layout.origins or (layout,) for note in origin.notes]
     return ConversionReport(
         path=str(final),
         format=intent.format,

@@ -295,6 +295,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _CHECKS |= {item.name: _flag for item in fields(Conversion) if isinstance(item.default, bool)}
 
 
+_OF_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf")
+
+
 def target_format(path: Path, conversion: Conversion) -> Format:
     """Return the format to write.
 
@@ -308,6 +311,14 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     by_suffix = format_of_suffix(path.suffix)
     if conversion.to is not None:
         target = find_format(conversion.to, _WRITTEN, "format to write")
+        if target.directory and path.suffix.lower() in _OF_FILES:
+            remedy = f"Leave out {path.suffix!r}{', or ' + repr('to') if by_suffix is not None else ''}."
+            raise ConfigError(f"{conversion.to!r} writes a directory, and {path.name!r} is named like a file. {remedy}")
+        if by_suffix is not None and by_suffix is not target:
+            raise ConfigError(
+                f"{path.name!r} is named like {by_suffix.description}, and {conversion.to!r} is not that. Leave out "
+                f"'to', or choose another suffix than {path.suffix!r}."
+            )
     elif conversion.max_shard_size is None and by_suffix is not None:
         target = by_suffix
     elif conversion.max_shard_size is None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import TypeGuard, TypeVar, cast
 
 from mmfsdp.basics import descriptors
 from mmfsdp.basics.descriptors import RemoteLike, is_remote
@@ -50,6 +50,8 @@ __all__ = [
     "write_errors",
 ]
 
+_Error = TypeVar("_Error", bound=MmfsdpError)
+
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ROOM = "Make room on that disk, or choose a path on another."
 _PLACE = "Choose a directory that you may write to."
@@ -77,6 +79,10 @@ def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
         return cast(Path, path)
     refuse_empty(path)
     text = os.fspath(path)
+    if to_write and text == "-":
+        raise ConfigError(
+            "'-' does not stand for standard output here, to which nothing is written. Give a file or a directory."
+        )
     if to_write and isinstance(text, str) and "\0" in text:
         raise ConfigError(f"{text!r} is not the name of a file: it holds a NUL character.")
     if not isinstance(text, str) or not _REMOTE.match(text) or ("://" not in text and os.path.lexists(text)):
@@ -134,7 +140,7 @@ def not_written(target: Path, error: BaseException, *, rank: int | None = None) 
     return CheckpointError(text, file=str(target), rank=rank)
 
 
-def of_file(error: MmfsdpError, file: Path) -> MmfsdpError:
+def of_file(error: _Error, file: Path) -> _Error:
     """Return an error that says which file it is about: itself if it says so already."""
     return error if "file" in error.context else type(error)(error.message, **{**error.context, "file": str(file)})
 
@@ -339,6 +345,8 @@ def nearest(path: Path) -> str:
     parent = path.absolute().parent
     if is_remote(path):
         return " Check its spelling."
+    if str(path) == "-":
+        return " Standard input is not read: give a file or a directory."
     if not parent.is_dir():
         return at_home(path) or f" Its directory {str(parent)!r} does not exist either."
     return closest(path.name, [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")])

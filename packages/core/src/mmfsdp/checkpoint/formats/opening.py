@@ -17,10 +17,11 @@ from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.format import Format
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
-from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, Source
+from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, PART_FILE, Source
 from mmfsdp.checkpoint.formats.suggestions import nearby, weights_beside
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.stand_ins import explained, stand_in
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -80,7 +81,7 @@ def open_layout(
         "".join(layout.tensors).encode()  # half of a surrogate pair cannot be written
         return replace(layout, weights_beside=partial(weights_beside, path))
     except CheckpointError as error:
-        raise of_file(error, path) from error.__cause__
+        raise explained(of_file(error, path)) from error.__cause__
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(
             f"{path.name} lists {os.path.basename(error.filename or '')!r}, which is not there: either it is a link "
@@ -131,6 +132,10 @@ def _recognised(source: Source) -> Format:
         )
         if any(name.endswith(".distcp") for name in source.names):
             reason = "it has no .metadata, which torch's DCP writes last, so its save did not finish"
+        elif any(PART_FILE.fullmatch(name) for name in source.names):
+            reason = (
+                "it has files of a model in several, but no index (*.index.json), and not all that their names tell of"
+            )
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
             f"{name_list(source.names) or 'nothing'}.{nearby(source)}",
@@ -138,6 +143,8 @@ def _recognised(source: Source) -> Format:
         )
     if not source.head:
         raise CorruptCheckpointError(f"{path.name} is empty.", file=str(path))
+    if (found := stand_in(path)) is not None:
+        raise found
     raise FormatError(
         f"{path.name} is not a checkpoint of a known format: it begins with {source.head[:8]!r}. Known are the files "
         "of torch.save (.pth, .pt, .bin), safetensors files, their indexes, and directories of rank{i}.pth files or of "

@@ -21,6 +21,7 @@ from mmfsdp.checkpoint.formats.source import (
     RANK_FILE,
     TORCH_FILE,
     Source,
+    all_parts,
     is_legacy_torch,
     is_zip,
     looks_like_safetensors,
@@ -40,7 +41,9 @@ def _has_rank_files(source: Source) -> bool:
 
 
 def _has_index(source: Source) -> bool:
-    return source.head.lstrip().startswith(b"{") or any(name.endswith(INDEX_SUFFIX) for name in source.names)
+    if source.head.lstrip().startswith(b"{") or any(name.endswith(INDEX_SUFFIX) for name in source.names):
+        return True
+    return bool(all_parts(source.names, ".safetensors"))  # whose index was lost
 
 
 def _is_of_deepspeed(source: Source) -> bool:
@@ -54,9 +57,9 @@ def _is_model_folder(source: Source) -> bool:
 
 
 def _is_torch_folder(source: Source) -> bool:
-    return TORCH_FILE in source.names and not any(
-        name.endswith((".safetensors", INDEX_SUFFIX)) for name in source.names
-    )
+    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in source.names):
+        return False
+    return TORCH_FILE in source.names or bool(all_parts(source.names, ".bin"))
 
 
 # The first whose `sniff` says yes reads a path: a directory may hold several.

@@ -20,11 +20,12 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.lone_parts import one_of_many
-from mmfsdp.checkpoint.formats.source import Content, Source
+from mmfsdp.checkpoint.formats.source import PART_FILE, Content, Source, part_names
 from mmfsdp.checkpoint.integrity import inside, parse_json
 from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
@@ -213,8 +214,8 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 """Key in the header's ``__metadata__`` under which the offsets of the boxes lie, as JSON."""
 
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-_PART_FILE = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_FILES = 1_000_000
+_MOST_NAMED = 3  # of what is missing
 
 
 def read_ranks(source: Source) -> Layout:
@@ -328,10 +329,13 @@ def _check_ranks(path: Path, names: list[str]) -> int:
 
 def _check_parts(path: Path, names: list[str]) -> None:
     for name in names:
-        match = _PART_FILE.fullmatch(name)
-        if match and int(match[3]) > len(names):
+        match = PART_FILE.fullmatch(name)
+        if match and int(match["count"]) > len(names):
+            parts = part_names(match, most=len(names) + _MOST_NAMED)
+            missing = [part for part in parts if part not in names][:_MOST_NAMED]
+            more = int(match["count"]) - len(names) - len(missing)
             raise IncompleteCheckpointError(
-                f"{path.name} holds {name}, one of {int(match[3])} files, but {len(names)} of them "
-                f"{'is' if len(names) == 1 else 'are'} there, and no index.",
+                f"{path.name} holds {name}, one of {int(match['count'])} files, and no index. It lacks "
+                f"{name_list(missing)}{f' and {more} more' if more > 0 else ''}. Get the missing files.",
                 file=str(path / name),
             )

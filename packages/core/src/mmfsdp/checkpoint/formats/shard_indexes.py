@@ -18,6 +18,7 @@ from mmfsdp.checkpoint.formats.source import (
     TORCH_FILE,
     Content,
     Source,
+    all_parts,
     is_legacy_torch,
     is_zip,
     looks_like_safetensors,
@@ -41,6 +42,8 @@ def read(source: Source) -> Layout:
         FormatError: A file is outside of the directory, or of another kind.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
+    if parts := _without_index(source, ".safetensors"):
+        return _joined(source.path, "safetensors_index", {file: safetensors.read(Source(file)) for file in parts})
     files = _read_index(_index(source, ".safetensors"))
     first = next(iter(files.values()), None)
     if not source.chosen and (first is None or not _is_safetensors(first)):
@@ -60,6 +63,8 @@ def read_torch(source: Source) -> Layout:
     if TORCH_FILE in source.names and TORCH_FILE + INDEX_SUFFIX not in source.names:
         layout = _torch_file(Source(inside(path, TORCH_FILE, path), source.trust))
         return replace(layout, path=path, format="torch_index")
+    if parts := _without_index(source, ".bin"):
+        return _joined(path, "torch_index", {file: _torch_file(Source(file, source.trust)) for file in parts})
     return _read_torch(source, _read_index(_index(source, ".bin")))
 
 
@@ -150,6 +155,29 @@ def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Pa
         tensors[name] = held[file].tensors[name]
     tree = {name: TensorRef(name) for name in tensors}
     return Layout(path, kind, 1, tensors, tree, notes=tuple(_copy_notes(copies)))
+
+
+def _without_index(source: Source, suffix: str) -> list[Path]:
+    """Return the files of a model whose index was lost, if their names say that all are there."""
+    if any(name.endswith(INDEX_SUFFIX) for name in source.names):
+        return []
+    return [inside(source.path, name, source.path) for name in all_parts(source.names, suffix)]
+
+
+def _joined(path: Path, kind: str, held: Mapping[Path, Layout]) -> Layout:
+    """Return the layout of a checkpoint in several files without an index."""
+    files: dict[str, Path] = {}
+    for file, layout in held.items():
+        for name in layout.tensors:
+            if name in files:
+                raise CorruptCheckpointError(
+                    f"{files[name].name} and {file.name} both hold tensor {name!r}, and there is no index "
+                    f"(*{INDEX_SUFFIX}) that says which one counts. Restore the index.",
+                    file=str(file),
+                )
+            files[name] = file
+    note = f"{path.name} has no index: all {len(held)} files that their names tell of were read together"
+    return replace(_combined(path, kind, files, held), notes=(note,))
 
 
 def _copy_notes(copies: Mapping[tuple[Path, Path], list[str]]) -> Iterator[str]:

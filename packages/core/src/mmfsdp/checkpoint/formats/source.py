@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +21,16 @@ __all__ = [
     "MODEL_FILES",
     "MODEL_STEMS",
     "OF_DEEPSPEED",
+    "PART_FILE",
     "RANK_FILE",
     "TORCH_FILE",
     "Content",
     "Source",
+    "all_parts",
     "is_legacy_torch",
     "is_zip",
     "looks_like_safetensors",
+    "part_names",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -47,6 +50,9 @@ OF_DEEPSPEED = ("_model_states.pt", "-model_states.pt", "_optim_states.pt")
 
 RANK_FILE = re.compile(r"rank(\d{1,9})\.pth", re.ASCII)
 """The name of a rank's file in a ``local`` checkpoint."""
+
+PART_FILE = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d{1,9})\.(?P<suffix>safetensors|bin)", re.ASCII)
+"""The name of one of the files that Hugging Face's libraries divide a model into."""
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 5; from 4 on, there is a frame around it
@@ -114,6 +120,32 @@ class Content:
 def looks_like_safetensors(head: bytes) -> bool:
     """Tell from its first nine bytes whether a file may be a safetensors file."""
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack("<Q", head[:8])[0] <= 100_000_000
+
+
+def part_names(match: re.Match[str], most: int) -> list[str]:
+    """Return the names of all files of a model, given the name of one as `PART_FILE` matches it.
+
+    Args:
+        match: The match.
+        most: The largest number of names to return.
+    """
+    stem, width, suffix = match["stem"], len(match["number"]), match["suffix"]
+    numbers = range(1, min(int(match["count"]), most) + 1)
+    return [f"{stem}-{number:0{width}}-of-{match['count']}.{suffix}" for number in numbers]
+
+
+def all_parts(names: Sequence[str], suffix: str) -> list[str]:
+    """Return the files of a model among the names in a directory, if they are all of one model and none is missing.
+
+    Args:
+        names: The names; those with another suffix do not count.
+        suffix: ``'.safetensors'`` or ``'.bin'``.
+    """
+    found = sorted(name for name in names if name.endswith(suffix))
+    match = PART_FILE.fullmatch(found[0]) if found else None
+    if match is None or match["stem"].startswith("shard-") or int(match["count"]) != len(found):
+        return []
+    return found if found == part_names(match, len(found)) else []
 
 
 def is_zip(head: bytes) -> bool:

@@ -21,6 +21,7 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
+from mmfsdp.checkpoint.stand_ins import stand_in
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
 
 __all__ = ["Check", "Mark", "Problem", "VerifyReport", "planned_checks", "verify"]
@@ -131,7 +132,7 @@ def verify(
         len(layout.tensors) if layout else 0,
         read,
         manifest is not None,
-        tuple(dict.fromkeys(problems)),
+        tuple(dict.fromkeys(_explained(problems))),
         tuple(unchecked),
         time.perf_counter() - began,
     )
@@ -140,6 +141,16 @@ def verify(
 def _problem(error: MmfsdpError) -> Problem:
     file, offset = error.context.get("file"), error.context.get("offset")
     return Problem(error.message, None if file is None else str(file), offset if isinstance(offset, int) else None)
+
+
+def _explained(problems: list[Problem]) -> Iterator[Problem]:
+    """Yield the problems, of a file in whose place something else is only that."""
+    found: dict[str | None, CheckpointError | None] = {None: None}
+    for problem in problems:
+        if problem.file is not None and problem.file not in found:
+            found[problem.file] = stand_in(Path(problem.file))
+        error = found[problem.file]
+        yield problem if error is None else Problem(error.message, problem.file)
 
 
 def _manifest(directory: Path, root: Path, layout: Layout | None, problems: list[Problem]) -> Manifest | None:

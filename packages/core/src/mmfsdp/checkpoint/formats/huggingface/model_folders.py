@@ -17,6 +17,7 @@ from mmfsdp.checkpoint.files.disk import at_home, is_offered, place
 from mmfsdp.checkpoint.formats.eight_bit.kinds import quantization_config
 from mmfsdp.checkpoint.formats.source import MODEL_STEMS
 from mmfsdp.checkpoint.integrity import inside
+from mmfsdp.checkpoint.stand_ins import stand_in
 from mmfsdp.errors import ConfigError
 
 __all__ = [
@@ -167,5 +168,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / CONFIG).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG} is not valid JSON: {error}.", file=str(folder / CONFIG)) from None
+        found = stand_in(folder / CONFIG)
+        reason = f"{CONFIG} is not valid JSON: {error}." if found is None else found.message
+        raise ConfigError(reason, file=str(folder / CONFIG)) from None
     return content if isinstance(content, dict) else {}
