@@ -9,6 +9,7 @@ from mmfsdp.basics.dtypes import (
     from_safetensors_code,
     is_floating_point,
     itemsize,
+    numbers_per_element,
     safetensors_code,
     to_torch,
 )
@@ -28,7 +29,7 @@ def test_sizes_and_kinds_are_those_of_torch(name: str) -> None:
     assert to_torch(name) is dtype
     assert canonical_dtype(dtype) == name
     assert itemsize(dtype) == dtype.itemsize
-    assert is_floating_point(dtype) == dtype.is_floating_point
+    assert is_floating_point(dtype) == (dtype.is_floating_point and numbers_per_element(dtype) == 1)
 
 
 @pytest.mark.parametrize("alias", ["half", "float", "double", "long", "int", "short", "cfloat", "cdouble"])

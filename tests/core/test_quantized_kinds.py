@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmfsdp.checkpoint import average_checkpoints, convert, merge_lora
+from mmfsdp.checkpoint import average_checkpoints, convert, diff, merge_lora, open_layout, verify
 from mmfsdp.errors import ConfigError, FormatError, UnsafePickleError
 
 pytest.importorskip("numpy")
@@ -224,6 +224,30 @@ def test_bytes_of_two_floats_are_no_numbers(tmp_path: Path) -> None:
     save_file({name: tensors[name] for name in [*tensors][:2]}, tmp_path / "dense.safetensors")
     convert(tmp_path / "dense.safetensors", tmp_path / "out.safetensors", quantize="none")
     assert torch.equal(load_file(tmp_path / "out.safetensors")["attn.wq.weight"], torch.ones(128, 128))
+
+
+def test_four_bit_floats_of_torch(tmp_path: Path) -> None:
+    """As torch and safetensors write them: two in an element of torch, which safetensors counts apart."""
+    packed = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
+    state = {"fc.weight": packed, "norm.weight": torch.ones(3)}
+    save_file(state, tmp_path / "codes.safetensors")
+    torch.save(state, tmp_path / "codes.pth")
+    assert open_layout(tmp_path / "codes.safetensors").tensors["fc.weight"].shape == (4, 8)
+    convert(tmp_path / "codes.safetensors", tmp_path / "dcp", to="dcp", ranks=3)
+    convert(tmp_path / "dcp", tmp_path / "local", to="local", ranks=2)
+    convert(tmp_path / "local", tmp_path / "back.safetensors", verify_output=True)
+    for path in ("codes.safetensors", "codes.pth", "dcp", "local", "back.safetensors"):
+        assert verify(tmp_path / path).ok
+        assert diff(tmp_path / "codes.safetensors", tmp_path / path, keep="model").same
+    found = load_file(tmp_path / "back.safetensors")["fc.weight"]
+    assert found.dtype == packed.dtype
+    assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
+    report = convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+    assert {*report.casts} == {"norm.weight"}
+    assert report.notes[0].startswith("not cast, as they are quantised by NVFP4 or MXFP4")
+    for settings in ({"quantize": "none"}, {"quantize": "fp8"}):
+        with pytest.raises(ConfigError, match=r"'fc\.weight' is of weights quantised by NVFP4 or MXFP4"):
+            convert(tmp_path / "codes.pth", tmp_path / "no.safetensors", **settings)
 
 
 def test_a_hugging_face_folder_of_codes_is_to_be_restored(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "from_safetensors_code",
     "is_floating_point",
     "itemsize",
+    "numbers_per_element",
     "safetensors_code",
     "to_torch",
 ]
@@ -37,6 +38,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
     "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
     "float8_e8m0fnu": (1, "F8_E8M0"),
+    "float4_e2m1fn_x2": (1, "F4"),  # two numbers in a byte, which is torch's element; safetensors counts the numbers
     "float16": (2, "F16"),
     "bfloat16": (2, "BF16"),
     "float32": (4, "F32"),
@@ -93,9 +95,15 @@ def itemsize(dtype: object) -> int:
     return (known or DTYPES[canonical_dtype(dtype)])[0]
 
 
+def numbers_per_element(dtype: object) -> int:
+    """Return how many numbers share an element of ``dtype``, along the last dimension."""
+    return 2 if canonical_dtype(dtype) == "float4_e2m1fn_x2" else 1
+
+
 def is_floating_point(dtype: object) -> bool:
-    """Tell whether ``dtype`` is a real floating point dtype (complex dtypes are not)."""
-    return canonical_dtype(dtype).startswith(("float", "bfloat"))
+    """Tell whether ``dtype`` is a real floating point dtype (complex dtypes and packed ones are not)."""
+    name = canonical_dtype(dtype)
+    return name.startswith(("float", "bfloat")) and numbers_per_element(name) == 1
 
 
 def safetensors_code(dtype: object) -> str:
@@ -119,7 +127,7 @@ def from_safetensors_code(code: str) -> str:
     """
     if not isinstance(code, str):
         raise ConfigError(f"{brief(code)} is not a safetensors dtype code, which is text.")
-    if code == "F4" or code.startswith("F6_"):
+    if code.startswith("F6_"):
         raise ConfigError(
             f"{code!r} is a dtype of safetensors whose elements take less than a byte. No other format holds it: cast "
             "the tensor with the library that wrote it."

@@ -272,7 +272,7 @@ def raw(block: memoryview, dtype: str) -> NDArray[Any]:
 def values(block: memoryview, dtype: str, room: NDArray[np.float32] | None = None) -> NDArray[Any]:
     """Return the elements as an array of numbers that holds each exactly.
 
-    bfloat16 and 8-bit floats become float32; everything else stays what it is.
+    bfloat16 and 8-bit floats become float32, and bytes of two 4-bit floats uint8; everything else stays what it is.
 
     Args:
         block: The elements, packed.
@@ -288,6 +288,8 @@ def values(block: memoryview, dtype: str, room: NDArray[np.float32] | None = Non
         bits[:] = words
         np.left_shift(bits, np.uint32(16), out=bits)
         return bits.view(np.float32)
+    if dtype.startswith("float4"):
+        return np.frombuffer(block, np.uint8)  # codes of two numbers
     if dtype.startswith("float8"):
         return small_floats(dtype)[np.frombuffer(block, np.uint8)]
     return np.frombuffer(block, np.dtype(dtype).newbyteorder("<"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, safetensors_code
+from mmfsdp.basics.dtypes import from_safetensors_code, itemsize, numbers_per_element, safetensors_code
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.damage import damaged
@@ -148,6 +148,10 @@ def plan_file(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
             raise ConfigError("A safetensors file cannot hold a tensor named '__metadata__'. Rename it.")
         end = position + tensors[tensor].nbytes
         code, shape = safetensors_code(tensors[tensor].dtype), list(tensors[tensor].shape)
+        if (count := numbers_per_element(tensors[tensor].dtype)) > 1:
+            if not shape:
+                raise ConfigError(f"safetensors cannot hold {tensor!r}, a scalar of {tensors[tensor].dtype}.")
+            shape[-1] *= count
         entries[tensor] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
         position = end
     begin = len(_header(entries, [0] * len(order)))
@@ -204,6 +208,10 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:
         shape = integers(value["shape"])
     except ValueError as error:
         raise ValueError(f"the shape of tensor {name!r} is invalid: {error}") from error
+    if (count := numbers_per_element(dtype)) > 1:
+        if not shape or shape[-1] % count:
+            raise ValueError(f"tensor {name!r} of {dtype} has shape {list(shape)}, of which no bytes are whole")
+        shape = (*shape[:-1], shape[-1] // count)
     if end - start != math.prod(shape) * itemsize(dtype):
         raise ValueError(f"tensor {name!r} of {dtype} and shape {list(shape)} cannot have {end - start} bytes")
     chunk = Chunk(path, begin + start, end - start, (0,) * len(shape), shape)
