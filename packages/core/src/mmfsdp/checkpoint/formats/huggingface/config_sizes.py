@@ -129,12 +129,12 @@ def _wrong_layers(tensors: Mapping[str, TensorEntry], model: _Model, config: Map
     for pattern, key in model.layers:
         wanted = _number(config, key)
         found = {int(match[1]) for match in (re.match(pattern, name) for name in tensors) if match}
-        if not found or wanted is None or found == {*range(wanted)}:
+        if not found or wanted is None:
             continue
-        missing = sorted({*range(max(wanted, max(found) + 1))} - found)
-        if missing and missing[0] < wanted:
-            yield f"layer {missing[0]} is missing, but {key} is {wanted}"
-        else:
+        missing = next(index for index in range(len(found) + 1) if index not in found)
+        if missing < wanted:
+            yield f"layer {missing} is missing, but {key} is {wanted}"
+        elif max(found) >= wanted:
             yield f"there is a layer {max(found)}, but {key} is {wanted}"
 
 
