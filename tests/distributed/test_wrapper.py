@@ -162,7 +162,7 @@ def test_arguments_are_not_changed() -> None:
         ({"sharding_strategy": "FULL_SHRAD"}, "Did you mean 'FULL_SHARD'"),
         (
             {"backward_prefetch": 3},
-            "backward_prefetch must be 'pre', 'post', None or a BackwardPrefetch, got 3 (type int).",
+            "a BackwardPrefetch, or None for no prefetching, got 3 (type int).",
         ),
         ({"cpu_offload": "yes"}, "cpu_offload must be a bool, a CPUOffload or a dict, got 'yes' (type str)."),
         (

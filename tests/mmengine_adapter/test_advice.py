@@ -18,7 +18,7 @@ from tests.mmengine_adapter.toy import UNSHARDED, config, runner_of
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import read_config
-from mmfsdp.testing import run_ranks
+from mmfsdp.testing import run_ranks, single_rank
 
 RANKS = 2
 IMPORTS = "custom_imports = dict(imports=['mmfsdp_mmengine', 'tests.mmengine_adapter.test_advice'])\n"
@@ -212,7 +212,7 @@ def test_classes_of_other_strategies_are_refused_where_they_crashed(tmp_path: Pa
             for key, value in settings_of_run["optim_wrapper"].items()
             if "type" not in changes.get("optim_wrapper", {}) or key in ("type", "optimizer")
         }
-        with pytest.raises(ConfigError, match=re.escape(message)):
+        with single_rank(), pytest.raises(ConfigError, match=re.escape(message)):
             runner_of(settings_of_run).train()
 
 

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"mixed_precision": {"param_dtype": "float17"}},
         {},
         ConfigError,
-        ["precision.param_dtype: 'float17' is not a dtype.", "Did you mean 'float16'"],
+        ["mixed_precision.param_dtype: 'float17' is not a dtype.", "Did you mean 'float16'"],
     ),
     "misspelt argument": (
         {"sharding_stratgy": "FULL_SHARD"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ from mmengine.optim import AmpOptimWrapper as MMEngineAmp
 from mmengine.optim import OptimWrapper
 from mmengine.registry import FUNCTIONS, HOOKS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, STRATEGIES
 from tests.mmengine_adapter.toy import Block, ToyModel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -25,10 +33,17 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+)
 
+from mmfsdp.errors import ConfigError
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.testing import run_ranks
+from mmfsdp.testing import run_ranks, single_rank
+from mmfsdp.torch_style import translate_arguments
 from mmfsdp_mmengine import (
     FSDP_WRAP_POLICIES,
     AmpOptimWrapper,
@@ -37,6 +52,7 @@ from mmfsdp_mmengine import (
     MMDistributedDataParallel,
     MMFullyShardedDataParallel,
 )
+from mmfsdp_mmengine.configs.arguments import wrapper_arguments
 from mmfsdp_mmengine.registry import ours_for
 
 MMEngineEMAHook = EMAHook.__mro__[1]
@@ -356,3 +372,116 @@ def batch_of(rank: int, as_type: str) -> str:
     except TypeError as error:
         return str(error)
     return f"trained 2 predicted {len(model.val_step(batch))}"
+
+
+def partially(**bound: Any) -> Any:
+    return functools.partial(checkpoint_wrapper, **bound)
+
+
+OF_TORCH: dict[str, dict[str, Any]] = {
+    "wrapper": {"checkpoint_wrapper_fn": checkpoint_wrapper, "check_fn": is_block},
+    "reentrant": {
+        "checkpoint_wrapper_fn": partially(checkpoint_impl=CheckpointImpl.REENTRANT, preserve_rng_state=False),
+        "check_fn": is_block,
+    },
+    "not reentrant": {
+        "checkpoint_wrapper_fn": functools.partial(
+            partially(checkpoint_impl=CheckpointImpl.NO_REENTRANT), determinism_check="none", early_stop=False
+        ),
+        "check_fn": is_block,
+    },
+    "policy": {"auto_wrap_policy": ModuleWrapPolicy({Block}), "check_fn": is_block},
+    "policy of a size": {
+        "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=600),
+        "check_fn": None,
+    },
+    "policy with lambda": {
+        "auto_wrap_policy": functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda part: isinstance(part, Block)),
+        "checkpoint_wrapper_fn": partially(checkpoint_impl=CheckpointImpl.REENTRANT),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_activation_checkpointing_takes_what_torch_takes(name: str) -> None:
+    """MMEngine's documentation says that other fields are passed on to apply_activation_checkpointing."""
+    given = OF_TORCH[name]
+    torchs = nn.Sequential(ToyModel())
+    known = {key: value for key, value in given.items() if value is not None}
+    apply_activation_checkpointing(torchs, **known)
+    wrapped = [part for part in torchs.modules() if isinstance(part, CheckpointWrapper)]
+    inner = {id(part._checkpoint_wrapped_module) for part in wrapped}
+    names = [
+        path.replace("._checkpoint_wrapped_module", "")[2:]
+        for path, part in torchs.named_modules()
+        if id(part) in inner
+    ]
+    with single_rank():
+        before = dict(given)
+        model = MMFullyShardedDataParallel(ToyModel(), auto_wrap_policy="none", activation_checkpointing=given)
+        assert given == before
+        plan = model.plan.activation_checkpointing
+        assert plan is not None
+        assert {*plan.fqns} == {*names}
+        assert plan.use_reentrant == (wrapped[0].checkpoint_impl is CheckpointImpl.REENTRANT)
+        bound = getattr(given.get("checkpoint_wrapper_fn"), "keywords", {})
+        for key in ("preserve_rng_state", "determinism_check", "early_stop"):
+            if key in bound:
+                assert getattr(plan, key) == bound[key]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"checkpoint_wrapper_fn": offload_wrapper}, "'offload_wrapper' cannot be used: .*offload=True"),
+        ({"checkpoint_wrapper_fn": partially(context_fn=is_block)}, r"binds context_fn=.*save_ops=\[...\]"),
+        (
+            {"checkpoint_wrapper_fn": partially(checkpoint_fn=is_block)},
+            "binds checkpoint_fn=.*It may bind",
+        ),
+        ({"checkpoint_wrapper_fn": partially(checkpoint_impl="BOTH")}, "binds checkpoint_impl='BOTH'"),
+        ({"checkpoint_wrapper_fn": functools.partial(checkpoint_wrapper, None)}, "binds the positional arguments"),
+        (
+            {"checkpoint_wrapper_fn": is_block},
+            "'is_block' cannot be used.*Use mode, save_ops",
+        ),
+        ({"auto_wrap_policy": "old_polcy"}, "activation_checkpointing.auto_wrap_policy 'old_polcy' was not found"),
+    ],
+)
+def test_what_activation_checkpointing_refuses(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wrapper_arguments(ToyModel(), activation_checkpointing={"check_fn": is_block, **value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"backward_prefetch": "early"},
+            "backward_prefetch must be 'BACKWARD_PRE', 'BACKWARD_POST', a",
+        ),
+        ({"backward_prefetch": "BACKWARD_PRIOR"}, "Did you mean 'BACKWARD_PRE' or 'BACKWARD_POST'?"),
+        (
+            {"sharding_strategy": "FULL_SHRAD"},
+            "sharding_strategy: 'FULL_SHRAD' is not accepted. Did you mean 'FULL",
+        ),
+        ({"mixed_precision": {"param_dtype": "float17"}}, "mixed_precision.param_dtype: 'float17' is not a dtype."),
+        (
+            {"mixed_precision": {"param_dtyp": "bf16"}},
+            "mixed_precision.param_dtyp: unknown setting 'param_dtyp'. Did",
+        ),
+        ({"mixed_precision": {"_module_classes_to_ignore": 3}}, "mixed_precision._module_classes_to_ignore: expected"),
+        (
+            {"cpu_offload": {"offload_param": True}},
+            "cpu_offload has no field 'offload_param'. Did you mean 'offload_params",
+        ),
+        ({"forward_prefetch": -1}, "forward_prefetch: Input should be greater than or equal to 0, got -1"),
+        ({"use_orig_params": False, "engine": "fsdp2"}, "use_orig_params=False needs engine 'fsdp1', not 'fsdp2'."),
+        ({"auto_wrap_policy": {"kind": "siz"}}, "auto_wrap_policy.kind: 'siz' is not accepted. Did you mean 'size'?"),
+    ],
+)
+def test_mistakes_are_told_in_words_of_torch(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        translate_arguments(**wrapper_arguments(ToyModel(), **given))
+    said = str(caught.value)
+    assert not any(word in said for word in ("ShardConfig", "sharding.strategy", "prefetch.", "[config='precision"))

@@ -63,8 +63,9 @@ class FSDPStrategy(CheckpointingStrategy):
             MMEngine's DDPStrategy writes it. ``'sharded'``: a directory of torch's distributed checkpoint.
             Or a dict of ``state_dict_type``, ``state_dict_config`` and ``optim_state_dict_config`` as torch names
             them. Checkpoints of every kind load whatever this setting is, on any number of ranks.
-        activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``; or
-            core's settings, such as ``'full'`` or ``dict(mode='ops')``.
+        activation_checkpointing: ``dict(check_fn=...)`` with a name, a callable or ``dict(type=..., **arguments)``, and
+            the other arguments of torch's ``apply_activation_checkpointing``; or core's settings, such as ``'full'`` or
+            ``dict(mode='ops')``.
         global_batch_size: Samples per iteration, over all ranks, however many there are: each takes its share, in parts
             of at most ``train_dataloader.batch_size`` samples, and steps once. By default each takes ``batch_size``.
         **kwargs: Arguments of MMEngine's DDPStrategy.
@@ -238,14 +239,15 @@ class FSDPStrategy(CheckpointingStrategy):
         if is_model_wrapper(model):
             return model
         config: dict[str, Any] = plain(self.model_wrapper or {})
-        defaults: dict[str, Any] = {"type": "MMFullyShardedDataParallel", "module": self.convert_model(model)}
+        module = self.convert_model(model)
+        defaults: dict[str, Any] = {"type": "MMFullyShardedDataParallel", "module": module}
         if self.activation_checkpointing is not None:
             if config.get("activation_checkpointing") is not None:
                 raise ConfigError(
                     "activation_checkpointing is set in strategy and in strategy.model_wrapper. Set it in one of them.",
                     config="strategy.activation_checkpointing",
                 )
-            config["activation_checkpointing"] = activation_arguments(self.activation_checkpointing)
+            config["activation_checkpointing"] = activation_arguments(self.activation_checkpointing, module)
         if self.skip_init_weights:
             self._pending = PendingWeights(model)
             if config.get("param_init_fn") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.torch_style import forms
 from mmfsdp.torch_style.other_names import advice_for_argument
+from mmfsdp.torch_style.own_words import in_words_of_torch
 
 if TYPE_CHECKING:
     from mmfsdp.sharding.materialise import InitFn
@@ -85,7 +87,8 @@ def translate_arguments(
         ignored_parameters: Parameters, or FQN patterns; the name is torch 2.0's.
         device_mesh: A mesh of one dimension, or of two: (replicate, shard).
         engine: ``'auto'``, ``'fsdp2'``, ``'fsdp1'`` or ``'replicate'``.
-        activation_checkpointing: A mode, or a dict of its settings, whose ``check_fn`` may be a function.
+        activation_checkpointing: True, a mode, or a dict of its settings, whose ``check_fn`` may be a function or a
+            policy of torch.
         fsdp_auto_wrap_policy: torch 1.11's name of ``auto_wrap_policy``.
         **unknown: Any other name raises an error that suggests the nearest arguments.
 
@@ -133,14 +136,16 @@ def translate_arguments(
     _set(base, "cpu_offload", forms.cpu_offload(cpu_offload))
     _set(base, "engine", engine)
     check_fn = None
-    if isinstance(activation_checkpointing, Mapping) and callable(activation_checkpointing.get("check_fn")):
+    if isinstance(activation_checkpointing, Mapping) and forms.is_policy(activation_checkpointing.get("check_fn")):
         activation_checkpointing = dict(activation_checkpointing)
         check_fn = activation_checkpointing.pop("check_fn")
     _set(base, "activation_checkpointing", activation_checkpointing)
     # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as in a DeviceMesh.
     groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
     mesh = groups if groups is not None else device_mesh
-    return Translated(ShardConfig.from_dict(base), policy, init_fn, check_fn, modules, params, mesh)
+    with in_words_of_torch() if config is None else contextlib.nullcontext():
+        settings = ShardConfig.from_dict(base)
+    return Translated(settings, policy, init_fn, check_fn, modules, params, mesh)
 
 
 ARGUMENTS = tuple(name for name in inspect.signature(translate_arguments).parameters if name != "unknown")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, closest
 from mmfsdp.sharding.devices import current_accelerator
 
-__all__ = ["backward_prefetch", "cpu_offload", "device_type", "ignored", "precision"]
+__all__ = ["backward_prefetch", "cpu_offload", "device_type", "ignored", "is_policy", "precision"]
 
 _MIXED_PRECISION = (
     "param_dtype",
@@ -33,12 +33,20 @@ def backward_prefetch(value: Any) -> str:
     if value is None:
         return "none"
     name = getattr(value, "name", value)
-    if not isinstance(name, str):
+    word = name.strip().lower().rpartition(".")[2].removeprefix("backward_") if isinstance(name, str) else None
+    if word not in ("pre", "post", "none"):
+        hint = closest(name, ("BACKWARD_PRE", "BACKWARD_POST"), cutoff=0.7) if isinstance(name, str) else ""
         raise ConfigError(
-            f"backward_prefetch must be 'pre', 'post', None or a BackwardPrefetch, got {value!r} "
-            f"(type {type(value).__name__})."
+            "backward_prefetch must be 'BACKWARD_PRE', 'BACKWARD_POST', a BackwardPrefetch, or None for no "
+            f"prefetching, got {value!r} (type {type(value).__name__}).{hint}",
+            config="backward_prefetch",
         )
-    return name.strip().lower().rpartition(".")[2].removeprefix("backward_")
+    return word
+
+
+def is_policy(value: Any) -> bool:
+    """Tell whether a value selects modules: a function, or a policy object of torch."""
+    return callable(value) or hasattr(value, "_run_policy")
 
 
 def precision(value: Any) -> Any:
@@ -65,8 +73,13 @@ def precision(value: Any) -> Any:
         root = fields.setdefault("cast_root_forward_inputs", True)
         fields.setdefault("cast_forward_inputs", root)
     if ignored is not None:
-        fields["ignore_classes"] = [f"{cls.__module__}.{cls.__qualname__}" for cls in ignored]
+        is_many = isinstance(ignored, Iterable) and not isinstance(ignored, str | type)
+        fields["ignore_classes"] = [_name(cls) for cls in ignored] if is_many else ignored
     return fields
+
+
+def _name(cls: Any) -> Any:
+    return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else cls
 
 
 def cpu_offload(value: Any) -> Any:
@@ -79,6 +92,13 @@ def cpu_offload(value: Any) -> Any:
         return bool(value.offload_params)
     if isinstance(value, Mapping):
         fields = dict(value)
+        known = ("offload_params", "enabled", "pin_memory")
+        for name in fields:
+            if name not in known:
+                raise ConfigError(
+                    f"cpu_offload has no field {name!r}.{closest(name, known, count=1)} Accepted: {', '.join(known)}.",
+                    config="cpu_offload",
+                )
         if "offload_params" in fields:
             fields["enabled"] = fields.pop("offload_params")
         return fields

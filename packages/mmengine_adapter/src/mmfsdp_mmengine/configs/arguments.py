@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS, advice_for_argument
+from mmfsdp_mmengine.configs.checkpoint_wrappers import policy_settings, wrapper_settings
 from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
 from mmfsdp_mmengine.configs.named_functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
@@ -108,42 +109,45 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
     if "param_init_fn" in arguments:
         arguments["param_init_fn"] = build_function(arguments["param_init_fn"], "param_init_fn")
     if "activation_checkpointing" in arguments:
-        arguments["activation_checkpointing"] = activation_arguments(arguments["activation_checkpointing"])
+        arguments["activation_checkpointing"] = activation_arguments(arguments["activation_checkpointing"], module)
     for name, type_name in (("mixed_precision", "MixedPrecision"), ("cpu_offload", "CPUOffload")):
         if isinstance(arguments.get(name), dict):
             arguments[name] = _without_type(arguments[name], type_name, name)
     if isinstance(arguments.get("mixed_precision"), dict):
         ignored = arguments["mixed_precision"].pop("_module_classes_to_ignore", None)
         if ignored is not None:
-            arguments["mixed_precision"]["ignore_classes"] = list(ignored)
+            arguments["mixed_precision"]["ignore_classes"] = ignored
     arguments["process_group"] = build_group(arguments.get("process_group"))
     if isinstance(arguments.get("device_mesh"), dict):
         arguments["device_mesh"] = build_mesh(arguments["device_mesh"])
     return arguments
 
 
-def activation_arguments(value: Any) -> Any:
+def activation_arguments(value: Any, module: nn.Module) -> Any:
     """Return core's activation checkpointing settings from what a strategy or wrapper is given.
 
     Args:
-        value: A mode, or a dict: ``check_fn`` as a name, a callable or ``dict(type=..., **arguments)``, beside core's
-            settings. Not changed. ``checkpoint_wrapper_fn`` of torch is accepted when it is torch's own.
+        value: A mode, True, or a dict: ``check_fn`` as a name, a callable or ``dict(type=..., **arguments)``, beside
+            core's settings and the other arguments of torch's ``apply_activation_checkpointing``:
+            ``checkpoint_wrapper_fn``, and ``auto_wrap_policy``, which replaces ``check_fn`` as it does there. Not
+            changed.
+        module: The model, in which named classes are looked up.
 
     Raises:
-        PolicyNotFoundError: ``check_fn`` is named and not found.
-        ConfigError: ``checkpoint_wrapper_fn`` is not torch's own; core would never call it.
+        PolicyNotFoundError: ``check_fn`` or a policy is named and not found.
+        ConfigError: ``checkpoint_wrapper_fn`` is not torch's own, or binds what no setting stands for.
     """
     if not isinstance(value, Mapping):
         return value
     settings: dict[str, Any] = plain(value)
     wrapper = settings.pop("checkpoint_wrapper_fn", None)
-    if wrapper is not None and getattr(wrapper, "__name__", wrapper) != "checkpoint_wrapper":
-        raise ConfigError(
-            f"activation_checkpointing.checkpoint_wrapper_fn {wrapper!r} cannot be used: mmfsdp does not wrap "
-            "modules, which lets parameters keep their names. Use mode, save_ops, offload and use_reentrant instead.",
-            config="activation_checkpointing.checkpoint_wrapper_fn",
-        )
-    if "check_fn" in settings:
+    if wrapper is not None:
+        settings = {**wrapper_settings(wrapper), **settings}
+    policy = settings.pop("auto_wrap_policy", None)
+    if policy is not None:
+        settings.pop("check_fn", None)
+        settings |= {"mode": "selective", **settings, **policy_settings(policy, module)}
+    elif "check_fn" in settings:
         settings["check_fn"] = build_check_fn(settings["check_fn"])
         settings.setdefault("mode", "selective")
     return settings

@@ -99,8 +99,8 @@ def build_function(value: Any, argument: str) -> Callable[..., Any] | None:
 def build_check_fn(value: Any) -> Callable[[nn.Module], bool] | None:
     """Return an activation checkpointing ``check_fn`` as a function of one module; see `build_function`."""
     check = build_function(value, "activation_checkpointing.check_fn")
-    if check is None:
-        return None
+    if check is None or hasattr(check, "_run_policy"):  # a policy, as auto_wrap_policy may be
+        return check
 
     def check_fn(module: nn.Module) -> bool:
         answer: bool = check(module)

@@ -103,5 +103,5 @@ def sharding_settings(settings: dict[str, Any], model: nn.Module) -> Translated:
         given = {key: value for key, value in given.items() if key in ARGUMENTS or key not in OWN_ARGUMENTS}
         recompute = found.strategy.get("activation_checkpointing")
         if recompute is not None:
-            given["activation_checkpointing"] = activation_arguments(recompute)
+            given["activation_checkpointing"] = activation_arguments(recompute, model)
         return translate_arguments(**wrapper_arguments(model, **given))

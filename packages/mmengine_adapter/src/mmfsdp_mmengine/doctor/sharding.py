@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn as nn
@@ -48,7 +49,8 @@ def wrong_arguments(subject: Subject) -> Iterator[Finding]:
         except MmfsdpError as error:
             if subject.model is not None or name != "auto_wrap_policy":
                 yield Finding("error", f"{subject.sharding.path}.{name}", error.message)
-    for name, check in (("activation_checkpointing", activation_arguments), ("state_dict_cfg", state_dict_settings)):
+    recompute = partial(activation_arguments, module=subject.model or nn.Module())
+    for name, check in (("activation_checkpointing", recompute), ("state_dict_cfg", state_dict_settings)):
         if name in subject.sharding.strategy:
             try:
                 check(subject.sharding.strategy[name])
