@@ -49,8 +49,10 @@ class ReduceAlways(Subscriber):
         """Watch the copies, which torch makes once."""
         unsubscribe(self, [group])
         for copy in gathered_copies(group):
-            if copy.is_leaf and copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(self._accumulated)
+            is_trained = copy.requires_grad
+            copy.requires_grad_(True)  # it may be trained later, and torch accepts hooks only then
+            copy.register_post_accumulate_grad_hook(self._accumulated)
+            copy.requires_grad_(is_trained)
 
     def _accumulated(self, _: torch.Tensor) -> None:
         if (root := self._root()) is not None:

@@ -67,6 +67,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
             keep_state_dicts_pure(group)
         subscribe(RefuseSecondOrder(), state.groups)
         subscribe(ReduceAlways(module), state.groups)
+        subscribe(state.copied_settings, state.groups)
         refuse_other_weights(module, state.groups)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)

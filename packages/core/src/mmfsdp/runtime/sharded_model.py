@@ -30,6 +30,7 @@ from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.backward import is_backward
+from mmfsdp.runtime.copied_settings import CopiedSettings
 from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.live_engines import live_engine
 from mmfsdp.runtime.lost_writes import LostWrites
@@ -85,6 +86,7 @@ class ShardedModel:
         lost_writes: Notices what is written to gathered parameters in the first steps; None after them, with engine
             ``fsdp1``, and where nothing is trained, as in a rehearsal.
         is_graph_checked: Whether the graph of a training forward was searched for shards (`check_graph_inputs`).
+        copied_settings: Carries over to shards what is set on gathered copies; without subscribers with ``fsdp1``.
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -98,6 +100,7 @@ class ShardedModel:
         self.unreduced = self.is_graph_checked = False
         self.agreement: GradientAgreement | None = None
         self.lost_writes: LostWrites | None = None
+        self.copied_settings = CopiedSettings()
         self._module = weakref.ref(module)
         self._groups = [weakref.ref(group) for group in groups_of(module.modules())]
         self._kept_from_evaluation: int | None = None
@@ -151,7 +154,11 @@ class ShardedModel:
         return [group for reference in self._groups if (group := reference()) is not None]
 
     def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        """Return what is registered in place of shards: by ``id``, the parameter and its shard. Not with ``fsdp1``."""
+        """Return what is registered in place of shards: by ``id``, the parameter and its shard. Not with ``fsdp1``.
+
+        Shards then have the settings that their copies were given, such as ``requires_grad``.
+        """
+        self.copied_settings.carry_over(self.groups)
         return gathered_params(self.groups)
 
     def roles(self, params: Iterable[torch.Tensor]) -> Roles:

@@ -20,6 +20,8 @@ __all__ = [
     "known_copies",
     "replaced_in",
     "shard_versions",
+    "shown_params",
+    "stays_gathered",
     "will_gather",
 ]
 
@@ -102,6 +104,18 @@ def replaced_in(group: Group) -> list[tuple[nn.Module, str]]:
         if info.module._parameters.get(info.param_name) is not getattr(param, expected, None):
             found.append((info.module, info.param_name))
     return found
+
+
+def shown_params(group: Group) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Yield the FQN of each parameter of a group, what is registered for it now, and its shard."""
+    for param in group.fsdp_params:
+        info = param._module_info
+        yield param._param_fqn or info.param_name, info.module._parameters[info.param_name], param.sharded_param
+
+
+def stays_gathered(group: Group) -> bool:
+    """Return whether other tensors than the shards are registered after a forward. Known once the root has run."""
+    return group.post_forward_mesh_info is not group.mesh_info
 
 
 def shard_versions(groups: Iterable[Group]) -> int:

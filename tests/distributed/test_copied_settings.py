@@ -1,0 +1,144 @@
+"""What a user sets on the parameters of a layer while they are gathered, after an evaluation, reaches the shards."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import mmfsdp
+from mmfsdp import errors
+from mmfsdp.testing import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(8, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 4)
+        self.stem.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"sharding": "FULL_SHARD"},
+    {"sharding": "SHARD_GRAD_OP"},
+    {"sharding": "NO_SHARD"},
+    {"sharding": "HYBRID_SHARD"},
+    {"sharding": {"strategy": "FULL_SHARD", "reshard_after_forward": 2}},
+    {"compile": {"backend": "eager"}},
+]
+
+
+def build(config: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    return model if config is None else mmfsdp.shard(model, wrap="Block", **config)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(rows())
+    model.train()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def freeze_and_thaw(config: dict[str, Any] | None) -> list[dict[str, torch.Tensor]]:
+    """Train, evaluate, freeze the head and a block, thaw the stem, set rates, train, and return the weights."""
+    model = build(config)
+    found = []
+    rates = {}
+    for moment in ("after an evaluation", "between steps", "while accumulating"):
+        for _ in range(2):
+            groups = [{"params": [param], "lr": 0.1 * rates.get(name, 1)} for name, param in model.named_parameters()]
+            optimizer = torch.optim.SGD(groups, weight_decay=0.1)
+            if moment == "while accumulating":
+                with mmfsdp.no_sync(model) if isinstance(model, FSDPModule) else warnings.catch_warnings():
+                    model(rows()).square().mean().backward()
+                model.head.requires_grad_(True)
+            model(rows()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: whole(param) for name, param in model.named_parameters()})
+        if moment == "after an evaluation":
+            evaluate(model)
+            model.head.requires_grad_(False)
+            model.blocks[0].layer.bias.requires_grad_(False)
+            model.stem.requires_grad_(True)
+            model.stem.weight.rate = 0.5
+        rates = {name: getattr(param, "rate", 1) for name, param in model.named_parameters()}
+        assert rates["stem.weight"] == 0.5
+        evaluate(model)
+    return found
+
+
+def compare(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    truth = freeze_and_thaw(None)
+    assert torch.equal(truth[0]["head.weight"], truth[1]["head.weight"])  # it was frozen
+    for config in CONFIGS:
+        try:
+            torch.testing.assert_close(freeze_and_thaw(config), truth)
+        except AssertionError as error:
+            raise AssertionError(str(config)) from error
+
+
+def test_settings_reach_the_shards() -> None:
+    run_ranks(compare, 4)
+
+
+def refuse(rank: int) -> dict[str, list[str]]:
+    warnings.simplefilter("ignore")
+    ways = {
+        "hook": lambda layer: layer.weight.register_hook(lambda grad: grad * 0),
+        "later hook": lambda layer: layer.weight.register_post_accumulate_grad_hook(print),
+        "init": lambda layer: nn.init.zeros_(layer.weight),
+        "data": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
+        "gradient": lambda layer: setattr(layer.weight, "grad", torch.ones_like(layer.weight)),
+    }
+    found: dict[str, list[str]] = {}
+    for config in CONFIGS[:3]:
+        for way, act in ways.items():
+            model = build(config)
+            model(rows()).sum().backward()
+            evaluate(model)
+            act(model.head)
+            with pytest.raises(errors.ShardStateError) as caught:
+                model(rows())
+            found.setdefault(way, []).append(str(caught.value))
+    return found
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    expected = {
+        "hook": "A gradient hook was registered with the gathered copy of 'head.weight'",
+        "later hook": "A gradient hook was registered with the gathered copy of 'head.weight'",
+        "init": "Values were written to the gathered copy of 'head.weight'",
+        "data": "Values were written to the gathered copy of 'head.weight'",
+        "gradient": "A gradient was set on the gathered copy of 'head.weight'",
+    }
+    for found in run_ranks(refuse, 2):
+        for way, texts in found.items():
+            assert all(expected[way] in text for text in texts), (way, texts)
