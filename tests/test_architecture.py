@@ -55,7 +55,7 @@ MOST_SUBPACKAGES = 16
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("chunks", "damage", "stand_ins"),
+    ("chunks", "damage", "failed_downloads"),
     ("entries", "integrity", "remote"),
     ("layout",),
     ("geometry", "manifest", "pickles"),

@@ -10,7 +10,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, ListedBoxes, meet
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
-from mmfsdp.checkpoint.stand_ins import explained
+from mmfsdp.checkpoint.failed_downloads import explained
 from mmfsdp.errors import CheckpointError
 
 __all__ = ["ComputedEntry", "FoldedEntry", "TensorEntry"]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.failed_downloads import pointer_notes
 from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
 from mmfsdp.checkpoint.files.disk import copy_here, sync
@@ -31,7 +32,6 @@ from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
-from mmfsdp.checkpoint.stand_ins import pointer_notes
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared

@@ -10,11 +10,11 @@ from typing import Any
 
 from mmfsdp.checkpoint.arithmetic.factors import Factors, FactorTable, check_settings, trained_modules
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.failed_downloads import explained
 from mmfsdp.checkpoint.files.disk import nearest, refuse_empty
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.stand_ins import explained
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 

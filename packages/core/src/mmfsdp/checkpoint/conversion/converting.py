@@ -19,6 +19,7 @@ from mmfsdp.checkpoint.conversion.disk_target import DiskTarget
 from mmfsdp.checkpoint.conversion.selection import intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.conversion.targets import Companion, Target
+from mmfsdp.checkpoint.failed_downloads import pointer_notes
 from mmfsdp.checkpoint.files.dequantizing import dequantized
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.planned_files import Progress
@@ -30,7 +31,6 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
-from mmfsdp.checkpoint.stand_ins import pointer_notes
 from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
 from mmfsdp.errors import CorruptCheckpointError
 

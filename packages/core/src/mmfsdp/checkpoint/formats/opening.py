@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.failed_downloads import explained, stand_in
 from mmfsdp.checkpoint.files.disk import nearest, of_file, place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.foreign import what_to_use
@@ -21,7 +22,6 @@ from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, PART_FILE, Source
 from mmfsdp.checkpoint.formats.suggestions import nearby, weights_beside
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.stand_ins import explained, stand_in
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,

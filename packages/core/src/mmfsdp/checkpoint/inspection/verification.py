@@ -12,6 +12,7 @@ from typing import Any
 
 from mmfsdp.basics.descriptors import is_remote, read_at
 from mmfsdp.basics.text import human_bytes, name_list
+from mmfsdp.checkpoint.failed_downloads import stand_in
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
@@ -21,7 +22,6 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
-from mmfsdp.checkpoint.stand_ins import stand_in
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
 
 __all__ = ["Check", "Mark", "Problem", "VerifyReport", "planned_checks", "verify"]

@@ -13,11 +13,11 @@ from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.failed_downloads import stand_in
 from mmfsdp.checkpoint.files.disk import at_home, is_offered, place
 from mmfsdp.checkpoint.formats.eight_bit.kinds import quantization_config
 from mmfsdp.checkpoint.formats.source import MODEL_STEMS
 from mmfsdp.checkpoint.integrity import inside
-from mmfsdp.checkpoint.stand_ins import stand_in
 from mmfsdp.errors import ConfigError
 
 __all__ = [
