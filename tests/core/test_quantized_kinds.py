@@ -165,6 +165,20 @@ STAY: dict[str, tuple[dict[str, torch.Tensor], str, set[str]]] = {
 }
 
 
+def test_nothing_is_added_to_codes_of_unknown_units(tmp_path: Path) -> None:
+    save_file({"fc.weight": CODES, "fc.my_scale": torch.ones(1)}, tmp_path / "codes.safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    factors = {"A": torch.ones(1, 8), "B": torch.ones(4, 1)}
+    names = {f"base_model.model.fc.lora_{side}.weight": factor for side, factor in factors.items()}
+    save_file(names, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    with pytest.raises(
+        ConfigError, match=r"in units of 'fc.my_scale', and nothing can be added .* Load the model with"
+    ):
+        merge_lora(tmp_path / "codes.safetensors", adapter, tmp_path / "out.safetensors")
+
+
 @pytest.mark.parametrize("kind", STAY)
 def test_a_cast_leaves_the_scales_of_other_codes(kind: str, tmp_path: Path) -> None:
     tensors, weight, cast = STAY[kind]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.codes import not_restored, scales_of
+from mmfsdp.basics.codes import codes_in_units, how_to_restore, not_restored, scales_of
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
@@ -224,12 +224,13 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
 
 def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:
     """Raise a ``ConfigError`` if a weight of the base that changes is stored as codes."""
-    scales = scales_of({name: base.tensors[source] for name, source in names.items()})
+    weights = {name: base.tensors[source] for name, source in names.items()}
+    scales = codes_in_units(weights) | scales_of(weights)
     changing = {f"{prefix}{module}.weight" for module in adapter.factors} | {prefix + name for name in adapter.replaced}
     if (name := next((name for name in scales if name in changing), None)) is not None:
         raise ConfigError(
-            f"{name!r} of the base is {base.tensors[names[name]].dtype} in units of {scales[name]!r}, and nothing can "
-            "be added to such numbers. Add quantize='none', which restores the weights first.",
+            f"{name!r} of the base is {weights[name].dtype} in units of {scales[name]!r}, and nothing can be added to "
+            f"such numbers. {how_to_restore(name, weights)}",
             file=str(base.path),
         )
 
