@@ -28,7 +28,7 @@ def run(page: Path, *flags: str) -> str:
     """Open a page in a fresh profile beside it, and return what Chromium prints."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     assert found is not None, f"None of {', '.join(NAMES)} is on PATH. Install Chromium: apt-get install chromium."
-    profile = f"--user-data-dir={page.parent / 'profile'}"
+    profile = f"--user-data-dir={page.parent / f'profile_{page.stem}'}"
     done = subprocess.run(
         [found, *FLAGS, profile, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )

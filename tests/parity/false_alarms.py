@@ -56,7 +56,7 @@ weights, and embeddings of three rows. Each trains {steps} step with {samples} s
 half as many ranks, and trains {steps} more; with AdamW, clipping to a norm of 1, and the model's own dropout. The
 {plans} plans run on two ranks and go on with one, `HYBRID_SHARD` runs on four and goes on with two, and accumulation
 takes two micro-batches. The one process computes the same parts of each batch in turn, and three more times with
-perturbed inputs. `python -m tests.parity.false_alarms` runs them all and writes this page. On {on}:
+perturbed inputs. `python -m tests.parity.false_alarms` runs them all and writes this page. On {on}.
 
 """
 
@@ -105,19 +105,20 @@ def main() -> int:
                 print(name, cells, flush=True)
     close_ranks()
     PAGE.write_text(page(found), encoding="utf-8")
-    return int("false alarm" in PAGE.read_text(encoding="utf-8").split("| family", 1)[1])
+    return int("false alarm" in PAGE.read_text(encoding="utf-8").split("## In", 1)[1])
 
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """Return the page of the documentation."""
-    columns = [f"{plan}, {precision}" for precision in PRECISIONS for plan in PLANS]
-    rows = [f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for family in FAMILIES:
-        cells = [found[f"{family} {precision}"][plan] for precision in PRECISIONS for plan in PLANS]
-        rows.append(f"| {family} | {' | '.join(cells)} |")
+    tables = []
+    for precision in PRECISIONS:
+        rows = [f"## In {precision}", "", f"| family | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 1) + "|"]
+        for family in FAMILIES:
+            rows.append(f"| {family} | {' | '.join(found[f'{family} {precision}'][plan] for plan in PLANS)} |")
+        tables.append("\n".join(rows) + "\n")
     on = f"torch {torch.__version__}, Python {platform.python_version()}, on the CPU, over gloo"
     numbers = {"families": len(FAMILIES), "plans": len(PLANS), "steps": STEPS, "samples": SAMPLES}
-    return INTRO.format(on=on, **numbers) + "\n".join(rows) + "\n"
+    return INTRO.format(on=on, **numbers) + "\n".join(tables)
 
 
 if __name__ == "__main__":

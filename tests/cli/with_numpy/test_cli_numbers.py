@@ -58,6 +58,12 @@ def test_a_tolerance_is_a_number(checkpoint: Path) -> None:
     assert "error: --rtol and --atol must be numbers of at least 0, got nan and 0.0." in done.stderr
 
 
+def test_a_page_shows_what_differs(checkpoint: Path) -> None:
+    page = checkpoint.with_name("report.html")
+    assert run("diff", checkpoint, damaged(checkpoint), "--html", page).returncode == 1
+    assert "3 tensors compared" in page.read_text(encoding="utf-8")
+
+
 def test_a_page_does_not_replace_a_directory(checkpoint: Path) -> None:
     (folder := checkpoint.with_name("work_dirs")).mkdir()
     done = run("diff", checkpoint, damaged(checkpoint), "--html", folder, "--force")

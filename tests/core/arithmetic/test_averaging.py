@@ -114,6 +114,8 @@ def test_dtype_form_and_other_content_are_those_of_the_last(sources: list[Path],
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert found["meta"] == {"epoch": 0}
     assert found["state_dict"]["layer.weight"].dtype == torch.float32
+    expected = torch.from_numpy(reference("layer.weight", (1.0, 1.0, 1.0), 3.0)).float()
+    torch.testing.assert_close(found["state_dict"]["layer.weight"], expected, rtol=1e-6, atol=1e-7)
     assert found["state_dict"]["norm.num_batches_tracked"] == 0
     assert report.notes == ("Not averaged, taken from epoch_0.pth: 'norm.num_batches_tracked'",)
     assert report.dropped == ("optimizer",)
