@@ -55,7 +55,8 @@ MOST_SUBPACKAGES = 16
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("chunks", "damage", "failed_downloads"),
+    ("chunks", "damage"),
+    ("failed_downloads",),
     ("entries", "integrity", "remote"),
     ("layout",),
     ("geometry", "manifest", "pickles"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ def free_target(path: Path, *, overwrite: bool) -> None:
         BadParameter: The file exists and is not to be replaced, or is a directory, or its directory is missing.
         Exit: The file exists and is not a page.
     """
+    if not os.access(path.parent, os.W_OK | os.X_OK) and os.path.lexists(path.parent):
+        raise click.BadParameter(f"{str(path.parent)!r} may not be written to by this user.", param_hint="--html")
     if not path.parent.is_dir():
         raise click.BadParameter(f"the directory {str(path.parent)!r} does not exist.", param_hint="--html")
     if path.is_dir():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointPermissionError",
     "ConfigError",
     "CorruptCheckpointError",
     "FormatError",
@@ -155,6 +156,10 @@ class CheckpointError(MmfsdpError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the given path."""
+
+
+class CheckpointPermissionError(CheckpointError, PermissionError):
+    """The user of this process may not read a checkpoint, enter its directory, or write there."""
 
 
 class FormatError(CheckpointError):

@@ -1,10 +1,12 @@
-"""The errors that say that a part of a checkpoint is damaged, or changed while it was read."""
+"""The errors that say that a part of a checkpoint is damaged, changed while it was read, or may not be read."""
 
 from __future__ import annotations
 
-from mmfsdp.errors import CorruptCheckpointError
+from pathlib import Path
 
-__all__ = ["changed_while_read", "damaged"]
+from mmfsdp.errors import CheckpointPermissionError, CorruptCheckpointError
+
+__all__ = ["changed_while_read", "damaged", "not_permitted"]
 
 
 def damaged(what: str, why: object, file: object, offset: int | None = None) -> CorruptCheckpointError:
@@ -30,3 +32,18 @@ def changed_while_read(name: str, who: str, file: object) -> CorruptCheckpointEr
         file: The file.
     """
     return CorruptCheckpointError(f"{name} changed while it was read: {who}", file=str(file))
+
+
+def not_permitted(path: Path, error: OSError) -> CheckpointPermissionError:
+    """Return the error for a path that the user of this process may not read.
+
+    Args:
+        path: What is read.
+        error: The system's error, which names a file or a directory.
+    """
+    where = str(error.filename or path)
+    return CheckpointPermissionError(
+        f"{path.name} cannot be read: this process has no permission for {where!r}. Let its user read files and enter "
+        "directories there, or run as another user.",
+        file=str(path),
+    )

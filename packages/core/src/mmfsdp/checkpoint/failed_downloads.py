@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import human_bytes, name_list
+from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -42,6 +43,12 @@ def stand_in(file: Path) -> CheckpointError | None:
     Args:
         file: A file, which need not exist.
     """
+    try:
+        file.stat()
+    except PermissionError as error:  # newer releases of Python say that it does not exist
+        return not_permitted(file, error)
+    except (OSError, ValueError):
+        return None
     head = _head(file)
     if _POINTER.match(head):
         size = _SIZE.search(head)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mmfsdp.checkpoint.files.disk import refuse_empty, remove
+from mmfsdp.checkpoint.files.disk import permission_errors, refuse_empty, remove
 from mmfsdp.checkpoint.files.siblings import Kind, Lease, claim_of, new_token, sibling, targets_of
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
-from mmfsdp.errors import CheckpointError, ConfigError
+from mmfsdp.errors import CheckpointError, CheckpointPermissionError, ConfigError
 
 __all__ = ["check_complete", "latest_checkpoint", "remove_checkpoint", "remove_old_checkpoints", "remove_remains"]
 
@@ -41,6 +41,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, pattern: str = "*") 
 
     Raises:
         ConfigError: ``directory`` is empty.
+        CheckpointPermissionError: The user of this process may not read the directory, or a later checkpoint.
     """
     refuse_empty(directory)
     return next(_complete(Path(directory), pattern), None)
@@ -124,9 +125,12 @@ def remove_remains(directory: Path) -> None:
 
 def _complete(directory: Path, pattern: str) -> Iterator[Path]:
     """Yield the complete checkpoints in a directory, the latest first; each is checked only when it is its turn."""
-    if not directory.is_dir():
+    try:
+        with permission_errors(directory):
+            present = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
         return
-    names = {name for name in os.listdir(directory) if not name.startswith(".")} | targets_of(directory)
+    names = {name for name in present if not name.startswith(".")} | targets_of(directory)
     paths = [directory / name for name in names if fnmatchcase(name, pattern)]
     for path in sorted(paths, key=_order, reverse=True):
         if _is_complete(path):
@@ -147,7 +151,12 @@ def _series(path: Path) -> str:
 
 def _is_complete(path: Path) -> bool:
     try:
-        check_complete(path)
+        with permission_errors(path):
+            check_complete(path)
+    except CheckpointPermissionError:
+        if _NUMBER.search(path.stem):  # other names, such as lost+found, are hardly those of checkpoints
+            raise
+        return False
     except (CheckpointError, OSError):
         return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import permission_errors, place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.registry import format_named
@@ -202,8 +202,7 @@ def _shared(
     target = place(same_path(path, scope))
 
     def first() -> tuple[Source, dict[str, Any]]:
-        found = interrupted(target) or target  # a save that was killed may have left the checkpoint beside its path
-        source = Source(found, opener(found), verify=verify)
+        source = _found(target, opener, verify)
         content = read(source)
         source.share()
         return source, content
@@ -230,8 +229,13 @@ def read_whole(content: Any, scope: Scope) -> Any:
 
 
 def _opened(path: Path, reference: Callable[[], str | Path | Layout | None], verify: bool) -> Source:
-    found = interrupted(path) or path  # a save that was killed may have left the checkpoint beside its path
-    return Source(found, _opener(found, reference), verify=verify)
+    return _found(path, lambda found: _opener(found, reference), verify)
+
+
+def _found(path: Path, opener: Callable[[Path], Callable[[], Layout]], verify: bool) -> Source:
+    with permission_errors(path):
+        found = interrupted(path) or path  # a save that was killed may have left the checkpoint beside its path
+        return Source(found, opener(found), verify=verify)
 
 
 def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> Callable[[], Layout]:

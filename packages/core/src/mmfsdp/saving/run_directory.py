@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.siblings import Lease, remove_all_leftovers, targets_of, writer
 from mmfsdp.checkpoint.retention import check_complete, remove_checkpoint, remove_remains
@@ -144,11 +145,22 @@ class RunDirectory:
 
 
 def only_complete(checkpoints: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return those of some checkpoints, with their steps, that are complete; log why others are skipped."""
-    found = []
+    """Return those of some checkpoints, with their steps, that are complete; log why others are skipped.
+
+    Args:
+        checkpoints: Steps and paths, the newest first.
+
+    Raises:
+        CheckpointPermissionError: The user of this process may not read one that is newer than those.
+    """
+    found: list[tuple[int, Path]] = []
     for step, path in checkpoints:
         try:
             check_complete(path)
+        except PermissionError as error:
+            if not found:  # to go on from an older one would lose what is there
+                raise error if isinstance(error, CheckpointError) else not_permitted(path, error) from error
+            _log.warning("Skipped the checkpoint %r, which cannot be read: %s", str(path), error)
         except (CheckpointError, OSError) as error:
             _log.warning("Skipped the checkpoint %r, which is not complete: %s", str(path), error)
         else:

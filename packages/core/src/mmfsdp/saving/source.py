@@ -13,6 +13,7 @@ from typing import Any
 
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -256,6 +257,7 @@ def save_at(path: Path) -> str:
 
     Raises:
         CheckpointNotFoundError: Nothing is at the path.
+        CheckpointPermissionError: The user of this process may not read it.
     """
     try:
         if path.is_dir():
@@ -274,4 +276,6 @@ def save_at(path: Path) -> str:
         state = path.stat()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"There is no checkpoint at {str(path)!r}.", file=str(path)) from error
+    except PermissionError as error:
+        raise not_permitted(path, error) from error
     return f"a file of {state.st_size} bytes, written at {state.st_mtime_ns / 1e9:.6f}"

@@ -15,6 +15,7 @@ from mmfsdp.collective import Scope, on_all_ranks, scope_of, shared
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointPermissionError,
     CorruptCheckpointError,
     FormatError,
     IncompleteCheckpointError,
@@ -193,6 +194,8 @@ def _trouble(place: str) -> str | None:
         open_layout(place, trust=True)
     except CheckpointNotFoundError:
         return "it does not exist."
+    except CheckpointPermissionError:
+        raise  # to go on from an older one would lose what is there
     except FormatError as error:
         return None if Path(place).is_dir() else error.message
     except CheckpointError as error:
@@ -203,5 +206,7 @@ def _trouble(place: str) -> str | None:
 def _can_resume(place: str) -> bool:
     try:
         return {"meta", "optimizer"} <= {*open_layout(place, trust=True).top_level}
+    except CheckpointPermissionError:
+        raise
     except CheckpointError:
         return False

@@ -13,10 +13,11 @@ from typing import TypeGuard, TypeVar, cast
 
 from mmfsdp.basics import descriptors
 from mmfsdp.basics.descriptors import RemoteLike, is_remote
-from mmfsdp.checkpoint.damage import changed_while_read
+from mmfsdp.checkpoint.damage import changed_while_read, not_permitted
 from mmfsdp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointPermissionError,
     ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -37,6 +38,7 @@ __all__ = [
     "nearest",
     "not_written",
     "of_file",
+    "permission_errors",
     "place",
     "present",
     "read_errors",
@@ -132,12 +134,13 @@ def not_written(target: Path, error: BaseException, *, rank: int | None = None) 
         rank: The rank that failed, if it was another one.
     """
     cause = _system_error(error)
+    kind = CheckpointPermissionError if isinstance(cause, PermissionError) else CheckpointError
     if cause is None:
         text = f"{type(error).__name__}: {error}"
         return CheckpointError(f"{target.name} cannot be written: {text}", file=str(target), rank=rank)
     advice = f" {_ADVICE[cause.errno]}" if cause.errno in _ADVICE else ""
     text = f"{target.name} cannot be written: {cause.strerror or cause}.{advice}"
-    return CheckpointError(text, file=str(target), rank=rank)
+    return kind(text, file=str(target), rank=rank)
 
 
 def of_file(error: _Error, file: Path) -> _Error:
@@ -166,10 +169,23 @@ class read_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if _is_systems(error) and isinstance(error, PermissionError):
+            raise not_permitted(self._file, error) from error
         if _is_systems(error) and not isinstance(error, FileNotFoundError):
             advice = f" {_ADVICE[error.errno]}" if error.errno == errno.EMFILE else ""
             text = f"{self._file.name} cannot be read: {error.strerror or error}.{advice}"
             raise CheckpointError(text, file=str(self._file)) from error
+
+
+@contextmanager
+def permission_errors(path: Path) -> Iterator[None]:
+    """Turn a missing permission within a block into our error: what is at this path cannot be read."""
+    try:
+        yield
+    except PermissionError as error:
+        if not _is_systems(error):
+            raise
+        raise not_permitted(path, error) from error
 
 
 @contextmanager

@@ -355,10 +355,13 @@ def _machine(descriptor: int) -> str:
 
 
 def _opened(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(path, flags, 0o666)
     except PermissionError:  # of another user, who may be dead
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(path, flags, 0o666)  # there is none: the directory is what may not be written to
 
 
 def _sign(descriptor: int) -> None:

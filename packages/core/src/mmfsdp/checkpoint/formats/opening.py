@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.failed_downloads import explained, stand_in
-from mmfsdp.checkpoint.files.disk import nearest, of_file, place
+from mmfsdp.checkpoint.files.disk import nearest, of_file, permission_errors, place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.foreign import what_to_use
 from mmfsdp.checkpoint.formats.format import Format
@@ -64,13 +65,15 @@ def open_layout(
     Raises:
         ConfigError: ``format`` is unknown, or names a file format for a directory or the reverse.
         CheckpointNotFoundError: There is nothing at ``path``, or a directory without a checkpoint.
+        CheckpointPermissionError: The user of this process may not read it.
         FormatError: The format is unknown or not supported.
         UnsafePickleError: A pickle names something that is not on the list of safe names.
         IncompleteCheckpointError: Parts of the checkpoint are missing.
         CorruptCheckpointError: The checkpoint is damaged.
     """
     path = place(path)
-    path = interrupted(path) or path
+    with permission_errors(path):
+        path = interrupted(path) or path
     source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
     try:
         refuse_special(path)
@@ -89,6 +92,8 @@ def open_layout(
             "file, or try again when no other process writes there.",
             file=str(path),
         ) from error
+    except PermissionError as error:
+        raise not_permitted(path, error) from error
     except RecursionError as error:
         raise CorruptCheckpointError(f"{path.name} is nested too deeply.", file=str(path)) from error
     except (IsADirectoryError, NotADirectoryError, UnicodeError) as error:

@@ -22,7 +22,14 @@ from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
-from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MmfsdpError, UnsafePickleError
+from mmfsdp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointPermissionError,
+    ConfigError,
+    MmfsdpError,
+    UnsafePickleError,
+)
 
 __all__ = ["Check", "Mark", "Problem", "VerifyReport", "planned_checks", "verify"]
 
@@ -93,6 +100,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointPermissionError: The user of this process may not read it.
         UnsafePickleError: It names something that is not on the list of safe names.
         ConfigError: ``jobs`` is not positive.
     """
@@ -104,7 +112,7 @@ def verify(
     layout: Layout | None = None
     try:
         layout = opened(path, trust=trust, reference=reference)
-    except (CheckpointNotFoundError, UnsafePickleError):
+    except (CheckpointNotFoundError, CheckpointPermissionError, UnsafePickleError):
         raise
     except CheckpointError as error:
         problems.append(_problem(error))

@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.failed_downloads import stand_in
-from mmfsdp.checkpoint.files.disk import at_home, is_offered, place
+from mmfsdp.checkpoint.files.disk import at_home, is_offered, permission_errors, place
 from mmfsdp.checkpoint.formats.eight_bit.kinds import quantization_config
 from mmfsdp.checkpoint.formats.source import MODEL_STEMS
 from mmfsdp.checkpoint.integrity import inside
@@ -57,8 +57,9 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
         ConfigError: None of them has a ``config.json``.
     """
     for folder in [place(given)] if given is not None else [source, target]:
-        if (folder / CONFIG).is_file():
-            return folder
+        with permission_errors(folder):
+            if (folder / CONFIG).is_file():
+                return folder
     if given is not None:
         raise ConfigError(
             f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.{at_home(Path(given))}",
