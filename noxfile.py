@@ -148,7 +148,7 @@ def models(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def parity(session: nox.Session) -> None:
-    """Inject 74 faults into a training loop, on two and four ranks, in float32 and bfloat16, and find each."""
+    """Inject 79 faults into a training loop, on two and four ranks, in float32 and bfloat16, and find each."""
     install(session, CORE_WITH_TORCH, *TEST_TOOLS)
     session.run("python", "-m", "pytest", "tests/parity", *session.posargs)
 

@@ -461,6 +461,19 @@ def another_beta(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
 
 
+@fault("setting", "each parameter[weight_decay]")
+def one_bias_decays(loop: Loop) -> None:
+    bias = next(param for name, param in loop.params().items() if name.endswith("bias"))
+    group = loop.optimizer.param_groups[0]
+    group["params"] = [param for param in group["params"] if param is not bias]
+    loop.optimizer.add_param_group({**group, "params": [bias], "weight_decay": group["weight_decay"] + 0.1})
+
+
+@fault("setting", "embed.weight[amsgrad]")
+def another_variant(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["amsgrad"] = True
+
+
 @fault(("update", "state"), "embed")
 def the_state_is_lost(loop: Loop) -> None:
     loop.after_step = lambda: loop.optimizer.state.clear()
@@ -497,6 +510,34 @@ def weights_are_rounded_after_each_step(loop: Loop) -> None:
             held.copy_(held.bfloat16())
 
     loop.after_step = rounded
+
+
+def change_head_after_steps(loop: Loop, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def act() -> None:
+        held = local(loop.params()[HEAD].detach())
+        held.copy_(change(held).clone())
+
+    loop.after_step = act
+
+
+@fault(CHANGED, HEAD)
+def a_weight_is_negated(loop: Loop) -> None:
+    change_head_after_steps(loop, torch.neg)
+
+
+@fault(CHANGED, HEAD)
+def rows_are_flipped(loop: Loop) -> None:
+    change_head_after_steps(loop, lambda held: held.flip(0))
+
+
+@fault(CHANGED, HEAD)
+def two_elements_are_swapped(loop: Loop) -> None:
+    def swap(held: torch.Tensor) -> torch.Tensor:
+        order = torch.arange(held.numel())
+        order[0], order[1] = 1, 0
+        return held.reshape(-1)[order].view_as(held)
+
+    change_head_after_steps(loop, swap)
 
 
 @fault(CHANGED, "layers.0.up")

@@ -93,6 +93,40 @@ def test_the_first_difference(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.describe()))["differences"][0]["name"] == "0.weight[lr]"
 
 
+def train_bare(folder: Path, decay: float = 0.1, between: Any = None) -> Path:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": decay}]
+    if decay == 0.1:
+        groups = [{"params": [model.weight, model.bias]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=decay != 0.1)
+    with mmfsdp.recording(folder, model, optimizer):
+        for _ in range(2):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if between is not None:
+                with torch.no_grad():
+                    model.weight.copy_(between(model.weight))
+    return folder
+
+
+def test_a_setting_of_one_parameter(tmp_path: Path) -> None:
+    one = train_bare(tmp_path / "a")
+    assert mmfsdp.compare(one, train_bare(tmp_path / "same"), rtol=0).same
+    first = mmfsdp.compare(one, train_bare(tmp_path / "b", decay=0.0)).first
+    assert first is not None
+    assert first.key == Key(0, "setting", "each parameter[weight_decay]", 0)
+    assert first.why == "the optimizer's setting for 'bias' is -0.1 from the reference"
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda held: held.flip(0), lambda held: held[:, [1, 0, 2, 3, 4, 5]]])
+def test_what_changes_between_steps_and_keeps_the_norm(change: Any, tmp_path: Path) -> None:
+    first = mmfsdp.compare(train_bare(tmp_path / "a"), train_bare(tmp_path / "b", between=change)).first
+    assert first is not None
+    assert str(first.key) == "parameter changed between steps of weight (step 1)"
+
+
 def test_perturbed_runs_are_the_yardstick(tmp_path: Path) -> None:
     reference = train(tmp_path / "a")
     perturbed = [train(tmp_path / f"a{seed}", perturb=seed) for seed in (1, 2)]

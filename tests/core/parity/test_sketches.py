@@ -9,8 +9,6 @@ import torch
 
 from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
 from mmfsdp.parity.geometries import geometry_of
-from mmfsdp.parity.heads import square_of
-from mmfsdp.parity.large_tensors import is_squared_alike
 from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches, sketch_of
 from mmfsdp.parity.writing import texts_of
@@ -54,19 +52,6 @@ def test_boxes_add_up(shape: tuple[int, ...], dim: int, parts: int) -> None:
     assert distance(found, whole) <= 1e-6 * max(whole.norm, 1e-30)
     assert found.norm == pytest.approx(whole.norm, rel=1e-5)
     assert found.placed == pytest.approx(whole.placed, abs=1e-5 * max(whole.norm, 1))
-
-
-@pytest.mark.parametrize(
-    "shape", [(64, 128), (2048, 256), (1025, 384), (5, 1 << 18), (300, 257), (100, 96), (9001,)], ids=ids
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=ids)
-def test_squares_are_summed_alike_where_they_are_said_to_be(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor, sketches = torch.randn(shape).to(dtype), Sketches()
-    geometry = geometry_of(tensor, (0,) * len(shape), shape)
-    square = sketches.square(sketches.add(tensor, geometry))
-    assert is_squared_alike(geometry) == (dtype != torch.bfloat16 and math.prod(shape) % 128 == 0)
-    if is_squared_alike(geometry):
-        assert square == square_of(tensor)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 32, 9, 9)], ids=ids)

@@ -133,7 +133,7 @@ def _show_elements(found: Comparison, wholes: Sequence[tuple[Path, dict[Key, lis
         one, other = (read_whole(folder, kept[difference.key]) for folder, kept in wholes)
         if one is not None and other is not None and one.shape == other.shape:
             text = differing_elements(one, other, difference.limit)
-            found.differences[place] = replace(difference, why=f"{difference.why}; {text}" if text else difference.why)
+            found.differences[place] = replace(difference, why="; ".join(filter(None, (difference.why, text))))
 
 
 def _own(tensor: Assembled, other: Assembled, tolerances: Tolerances, found: Comparison, differ: _Differ) -> None:

@@ -53,10 +53,9 @@ class Difference:
     def __str__(self) -> str:
         if self.distance is None:
             return f"{self.key}: {self.why}"
-        return (
-            f"{self.key}: {self.distance:.2g} apart, {self.limit:.2g} allowed; norms {self.a:.6g} and {self.b:.6g}; "
-            f"{self.why}"
-        )
+        norms = f"norms {self.a:.6g} and {self.b:.6g}"
+        parts = f"{self.distance:.2g} apart, {self.limit:.2g} allowed", norms, self.why
+        return f"{self.key}: {'; '.join(filter(None, parts))}"
 
 
 @dataclass

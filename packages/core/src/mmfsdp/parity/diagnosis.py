@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mmfsdp.parity.assembling import Assembled
 from mmfsdp.parity.figures import Figures, cosine, distance, factor, where
-from mmfsdp.parity.records import Key
+from mmfsdp.parity.records import EACH, Key
 
 __all__ = ["diagnose"]
 
@@ -34,7 +34,7 @@ def diagnose(
     rows = _wrong_rows(one, two, limit)
     if rows:
         why, _ = _of_values(key, reference, other, worlds, limit)
-        return f"{why}; only of {_ranks(rows)}", rows
+        return f"{why}{'; ' if why else ''}only of {_ranks(rows)}", rows
     return _of_values(key, reference, other, worlds, limit)
 
 
@@ -46,6 +46,8 @@ def _of_values(
     assert a is not None
     assert b is not None
     ranks = _wrong_ranks(a, two, limit)
+    if key.kind == "setting" and key.name.startswith(EACH):
+        return _of_settings(key, one, two, reference), ()
     if key.kind == "setting":
         mean = " on average" if math.prod(one.shape) > 1 else ""
         b_mean, a_mean = b.total / math.prod(two.shape), a.total / math.prod(one.shape)
@@ -61,7 +63,7 @@ def _of_values(
     if found := _elsewhere(key, a, b, reference, limit):
         return found, ()
     best, rest = factor(a, b)
-    if rest < max(_SURE, limit) and abs(best - 1) > max(limit, 1e-6):
+    if rest < max(_SURE, limit) and abs(best - 1) > max(limit, 1e-6) and f"{best:.4g}" != "1":
         return _named_factor(best, worlds), ()
     center, spread = where(a, b)
     if len(one.shape) > 1 and one.shape[0] > 4 and center - 2 * spread > _LAST:
@@ -74,7 +76,20 @@ def _of_values(
         return f"smaller, and {alike:.0%} aligned with the reference: a contribution may be missing", ()
     if alike > 0.3 and b.norm > 1.02 * a.norm:
         return f"larger, and {alike:.0%} aligned with the reference: a contribution may be counted twice", ()
-    return f"{alike:.1%} aligned with the reference", ()
+    return ("" if alike > 0.9995 else f"{alike:.1%} aligned with the reference"), ()
+
+
+def _of_settings(key: Key, one: Assembled, two: Assembled, reference: Run) -> str:
+    """Say which parameter's setting differs, if it is only one."""
+    assert one.figures is not None
+    assert two.figures is not None
+    center, spread = where(one.figures, two.figures)
+    last = one.shape[0] - 1
+    names = sorted(other.name for other in reference if (other.step, other.kind) == (key.step, "parameter"))
+    if spread * last > 0.4 or len(names) != one.shape[0]:
+        return "other settings of several parameters"
+    apart = two.figures.total - one.figures.total
+    return f"the optimizer's setting for {names[round(center * last)]!r} is {apart:+.6g} from the reference"
 
 
 def _wrong_ranks(a: Figures, two: Assembled, limit: float) -> tuple[int, ...]:

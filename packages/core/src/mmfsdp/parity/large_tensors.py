@@ -15,7 +15,7 @@ from mmfsdp.parity.chunks import WIDTH, Chunks, chunks_of
 from mmfsdp.parity.geometries import Geometry
 from mmfsdp.parity.heads import Head, head_of, head_of_block, join_heads, vector_of
 
-__all__ = ["LargeTensors", "is_squared_alike"]
+__all__ = ["LargeTensors"]
 
 _TOGETHER = 64  # blocks whose buckets are multiplied by signs at a time
 _SUMMED = 32  # products that are summed in single precision by a product of matrices
@@ -117,14 +117,6 @@ def _vectors(heads: Sequence[Head]) -> torch.Tensor:
     if all(isinstance(head, tuple) for head in heads):
         return torch.tensor(heads, dtype=torch.float64)
     return torch.stack([*map(vector_of, heads)])
-
-
-def is_squared_alike(geometry: Geometry) -> bool:
-    """Return whether squares of a contiguous box are summed as by `mmfsdp.parity.heads.square_of`, to the last bit."""
-    if geometry.is_small or geometry.dtype not in (torch.float32, torch.float64):
-        return False
-    layout = _layout(geometry)
-    return layout.on_cpu and layout.chunks.width == WIDTH and not layout.is_padded
 
 
 def _layout(geometry: Geometry) -> _Layout:

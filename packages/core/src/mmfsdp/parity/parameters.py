@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.parity.between_steps import BetweenSteps
 from mmfsdp.parity.naming import plain_name
-from mmfsdp.parity.records import CHANGED
+from mmfsdp.parity.records import CHANGED, EACH
 from mmfsdp.parity.slots import Placed, Slots
 from mmfsdp.parity.writing import Part
 from mmfsdp.runtime.dtensors import box_of
 
 __all__ = ["Parameters", "optimizers_of"]
+
+_NO_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""In a param group, what says how an optimizer computes, not what."""
 
 
 class Parameters:
@@ -67,16 +70,29 @@ class Parameters:
         return [self.part(kind, name, grad) for name, grad in grads if grad is not None and _is_plain(grad)]
 
     def settings(self, optimizer: Optimizer) -> Iterator[Part]:
-        """Yield the numbers in each group of an optimizer, under the name of the group's first parameter."""
+        """Yield the settings of an optimizer: of each group's first parameter, and each of all parameters in a row.
+
+        In the rows parameters are ordered by name, so they show a parameter that is in another group.
+        """
+        rows: dict[str, dict[str, float]] = {}
         for group in (group for each in self._chosen(optimizer) for group in each.param_groups):
-            first = next((self._names[id(param)] for param in group["params"] if id(param) in self._names), None)
-            for setting, value in group.items() if first is not None else ():
+            names = [self._names[id(param)] for param in group["params"] if id(param) in self._names]
+            for setting, value in group.items() if names else ():
                 numbers = [*value] if isinstance(value, tuple | list) else [value]
-                is_used = setting != "params" and not setting.startswith("initial_")
-                if is_used and numbers and all(map(_is_number, numbers)):
-                    held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-                    of, placed = f"{first}[{setting}]", partial(Placed, "alike", (0,), tuple(held.shape))
-                    yield self.slots.find("setting", of, self.slots.count("setting", of), held, placed), held
+                if setting in _NO_SETTINGS or setting.startswith("initial_") or not numbers:
+                    continue
+                if all(map(_is_number, numbers)):
+                    yield self._setting(f"{names[0]}[{setting}]", numbers)
+                    for index, number in enumerate(numbers):
+                        key = setting if len(numbers) == 1 else f"{setting}.{index}"
+                        rows.setdefault(key, {}).update(dict.fromkeys(names, float(number)))
+        for setting, values in rows.items():
+            yield self._setting(f"{EACH}[{setting}]", [values[name] for name in sorted(values)])
+
+    def _setting(self, name: str, numbers: Sequence[Any]) -> Part:
+        held = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        placed = partial(Placed, "alike", (0,), tuple(held.shape))
+        return self.slots.find("setting", name, self.slots.count("setting", name), held, placed), held
 
     def keep(self, optimizer: Optimizer) -> None:
         """Keep an optimizer's parameters, to tell by how much its step changes them."""
@@ -86,15 +102,9 @@ class Parameters:
         """Drop what `keep` has kept."""
         self._before.clear()
 
-    def remember(self, squares: Mapping[str, float]) -> None:
-        """Keep the norms of parameters at the end of a step, for `changed` at the beginning of the next one.
-
-        Args:
-            squares: What `mmfsdp.parity.writing.Writer.squares` knows of parameters.
-        """
-        params = self.named()
-        known = {id(param): squares[name] for name, param in params if name in squares}
-        self._between.remember((param for _, param in params), known)
+    def remember(self) -> None:
+        """Keep sketches of parameters at the end of a step, for `changed` at the beginning of the next one."""
+        self._between.remember(param for _, param in self.named())
 
     def changed(self) -> list[Part]:
         """Return the parameters that are no longer what the step before has left, and forget that."""
@@ -142,7 +152,7 @@ def _is_number(value: Any) -> bool:
     """Return whether a setting is a number that the processor holds; reading others would wait for their device."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu"
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

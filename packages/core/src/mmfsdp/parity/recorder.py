@@ -241,7 +241,7 @@ class Recording:
     def _end_step(self) -> None:
         if self._is_on:
             if self._every == 1:
-                self._params.remember(self._record.writer.squares("parameter"))
+                self._params.remember()
             self._record.writer.flush()
         self._record.end()
 

@@ -13,6 +13,7 @@ from mmfsdp.parity.figures import Figures
 
 __all__ = [
     "CHANGED",
+    "EACH",
     "FORM",
     "Entry",
     "Key",
@@ -30,6 +31,8 @@ FORM = 2
 """The version of the files."""
 
 CHANGED = "parameter changed between steps"
+EACH = "each parameter"
+"""The name of settings whose elements are those of all parameters, ordered by name."""
 """The kind of parameters that are not what the step before has left."""
 
 Spread = Literal["box", "rows", "mean", "alike", "own"]

@@ -16,7 +16,6 @@ import torch
 
 from mmfsdp.parity.figures import BITS, FIRST
 from mmfsdp.parity.geometries import Geometry
-from mmfsdp.parity.large_tensors import is_squared_alike
 from mmfsdp.parity.records import FORM, file_of, line_of
 from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches
@@ -117,16 +116,6 @@ class Writer:
         added = iter(self._sketches.add_all(new))
         rows = [next(added) if scaled is None else self._sketches.add_scaled(*scaled) for scaled in known]
         self._append(step, parts, rows)
-
-    def squares(self, kind: str) -> dict[str, float]:
-        """Return, by name, the sums of squares of parts that were added, of those that `square_of` would sum alike.
-
-        Args:
-            kind: See `mmfsdp.parity.records.Key`.
-        """
-        rows = [(row, slot) for row, _, slot, _ in self._pending if slot.kind == kind]
-        alike = [(row, slot.name) for row, slot in rows if is_squared_alike(slot.geometry)]
-        return {name: square for row, name in alike if (square := self._sketches.square(row))}
 
     def flush(self) -> None:
         """Write what was added."""
