@@ -112,6 +112,23 @@ def test_the_config_of_a_folder_says_it(tmp_path: Path) -> None:
     assert json.loads((like / "config.json").read_text()) == {"model_type": "llama", "tie_word_embeddings": False}
 
 
+def test_stacked_experts_stay_numbers_and_the_config_says_so(tmp_path: Path) -> None:
+    """They are no linear layers, but transformers would replace a module of that name by one for codes."""
+    like = tmp_path / "like"
+    like.mkdir()
+    experts = {f"model.layers.0.mlp.experts.{name}": torch.randn(2, 4, 6) for name in ("gate_up_proj", "down_proj")}
+    codes = {"model.layers.1.mlp.experts.down_proj": torch.ones(2, 4, 6).to(torch.float8_e4m3fn)}
+    scales = {"model.layers.1.mlp.experts.down_proj_scale_inv": torch.full((2, 1, 1), 0.5)}
+    save_file({**weights(), **experts, **codes, **scales}, like / "model.safetensors")
+    (like / "config.json").write_text("{}")
+    convert(like, tmp_path / "out", to="hf", quantize="fp8")
+    kept = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"} <= {*kept}
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(found["model.layers.1.mlp.experts.down_proj"], torch.full((2, 4, 6), 0.5))
+    assert all(torch.equal(found[name], value) for name, value in experts.items())
+
+
 def test_zeros_infinities_and_nans(tmp_path: Path) -> None:
     weight = torch.zeros(3, 300)
     weight[0, 130], weight[1, 131], weight[2, 132], weight[0, 260] = math.inf, 2.0, math.nan, 1e-45

@@ -110,6 +110,9 @@ def quantization_config(names: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """
     kept = {name.removesuffix(".weight") for name, entry in names.items() if is_matrix(name, entry)}
     kept -= {name.removesuffix(".weight" + SCALE) for name in names if name.endswith(SCALE)}
+    # transformers would expect codes of experts that are stacked, which stay numbers here.
+    stacked = {name.rpartition(".")[0] for name, entry in names.items() if len(entry.shape) == 3}
+    kept |= {module for module in stacked if re.fullmatch(r"(.*\.)?experts", module)}
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmfsdp.basics.codes import not_restored, scales_of
+from mmfsdp.basics.codes import needless_parts, not_restored, scales_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -176,7 +176,9 @@ def check_names(
         )
     if not expected:
         return
-    missing = [name for name in expected if name not in given and not _is_needless(name, kept)]
+    scales = {name: scale for name, scale in scales_of(expected).items() if _are_numbers(name, kept)}
+    needless = needless_parts(expected, scales)
+    missing = [name for name in expected if name not in given and name not in needless and not _is_scale(name, kept)]
     unexpected = [name for name in kept if name not in expected]
     shapes = [name for name in kept if name in expected and kept[name].shape != expected[name].shape]
     problems = [
@@ -201,7 +203,11 @@ def check_names(
         )
 
 
-def _is_needless(name: str, kept: Mapping[str, TensorEntry]) -> bool:
+def _is_scale(name: str, kept: Mapping[str, TensorEntry]) -> bool:
     """Tell whether a tensor is the scale of codes that are written as numbers."""
     weight = re.sub(r"(weight_scale(_inv)?|input_scale)$", "weight", name)
-    return weight != name and weight in kept and itemsize(kept[weight].dtype) > 1
+    return weight != name and _are_numbers(weight, kept)
+
+
+def _are_numbers(name: str, kept: Mapping[str, TensorEntry]) -> bool:
+    return name in kept and itemsize(kept[name].dtype) > 1
