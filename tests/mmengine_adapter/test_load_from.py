@@ -129,7 +129,7 @@ def damage(folder: Path) -> dict[str, str]:
         "short published.pth": "CorruptCheckpointError: short published.pth is truncated or damaged",
         "short one.safetensors": "CorruptCheckpointError: short one.safetensors has 13340 bytes (expected 13540)",
         "dcp": "CorruptCheckpointError: __0_0.distcp is truncated",
-        "text.pth": "FormatError: text.pth is not a checkpoint of a known format",
+        "text.pth": "FormatError: text.pth is a short text, 'weights', and not a checkpoint",
         "nothing here": f"CheckpointNotFoundError: The directory '{folder}/nothing here' is not a checkpoint",
         "missing.pth": f"CheckpointNotFoundError: There is no checkpoint at '{folder}/missing.pth'",
         "list.pth": f"FormatError: {folder}/list.pth has a list under 'state_dict', not a dict of tensors",

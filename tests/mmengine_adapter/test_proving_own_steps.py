@@ -128,7 +128,9 @@ def test_several_optimizers_and_evaluation(tmp_path: Path) -> None:
     read(tmp_path, ("type='Pictured'", "type='InTurns'"), ("tests.mmengine_adapter.pictured", __name__), BOTH, ENDS)
     path = tmp_path / "config.py"
     path.write_text(path.read_text().replace(*EVALUATES).replace(*pack).replace("pipeline=[dict(type='Pack')]", ""))
-    proof = prove(partial(made_model, str(path)), **_step(("unused",), "2", str(path), read_config(path)), steps=1)
+    config = read_config(path)
+    step = _step(("unused",), "2", str(path), config.model(), config)
+    proof = prove(partial(made_model, str(path)), **step, steps=1)
     assert proof.proven, str(proof)
     assert proof.evaluated
     calls = {(item.key.name, item.key.call) for item in proof.resumed.compared if item.key.kind == "update"}
