@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import mmfsdp
 from mmfsdp import errors
@@ -52,7 +53,7 @@ class Net(nn.Module):
 
     def __init__(self, how: str, losses: list[torch.Tensor]) -> None:
         super().__init__()
-        self.how, self.losses = how, losses
+        self.how, self.losses = how, lambda: losses  # nothing finds what a function holds
         self.stem, self.first, self.second, self.head = nn.Linear(8, 8), Block(how), Block(""), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor, plain: bool = False) -> Any:
@@ -63,7 +64,7 @@ class Net(nn.Module):
         if plain or self.how not in (*makes, "kept", "closure"):
             return loss
         self.kept = loss if self.how == "kept" else None
-        self.losses[:] = [loss]
+        self.losses()[:] = [loss]
         return makes[self.how](loss) if self.how in makes else loss.detach()
 
 
@@ -72,7 +73,7 @@ def loss_of(model: Any, output: Any, how: str) -> torch.Tensor:
         return output.loss
     if how == "kept in a unit":
         return model.first.aux[0][0] + 0 * output if model.training else model.first.aux[0][0]
-    found = {"mapping": lambda: output["loss"], "kept": lambda: model.kept, "closure": lambda: model.losses[0]}
+    found = {"mapping": lambda: output["loss"], "kept": lambda: model.kept, "closure": lambda: model.losses()[0]}
     return found[how]() if how in found else output
 
 
@@ -87,15 +88,25 @@ def train(model: nn.Module, how: str, steps: str) -> list[dict[str, torch.Tensor
     model.eval()  # so that a loss in a unit comes alone
     for step in steps:
         if step == "a":
-            with mmfsdp.no_sync(model) if isinstance(model, FSDPModule) else contextlib.nullcontext():
+            with (
+                mmfsdp.no_sync(model)
+                if isinstance(model, FSDPModule | FullyShardedDataParallel)
+                else contextlib.nullcontext()
+            ):
                 loss_of(model, model(rows), how).backward()
         output = model(rows, plain=step == "p")
         (output if step == "p" else loss_of(model, output, how)).backward()
-        grads = {name: param.grad for name, param in model.named_parameters()}
-        found.append({name: None if grad is None else whole(grad) for name, grad in grads.items()})
+        found.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    is_flat = isinstance(model, FullyShardedDataParallel)
+    with mmfsdp.full_params(model, with_grads=True) if is_flat else contextlib.nullcontext():
+        grads = {name.replace("_fsdp_wrapped_module.", ""): param.grad for name, param in model.named_parameters()}
+        return {name: None if grad is None else whole(grad) for name, grad in grads.items()}
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -114,8 +125,6 @@ def compare(rank: int, configs: list[dict[str, Any]], ways: list[str]) -> None:
         for steps in ("--", "-p-", "a-"):
             truth = train(build(how, None), how, steps)
             for config in configs:
-                if how == "closure" and config["sharding"] == "FULL_SHARD" and config["wrap"] != "none":
-                    continue
                 got = train(build(how, config), how, steps)
                 try:
                     torch.testing.assert_close(got, truth)
@@ -143,18 +152,25 @@ def test_checkpoints_and_compiled_units() -> None:
     run_ranks(compare, 2, configs, ["object", "kept in a unit", "object of a unit"])
 
 
-def flat(rank: int, how: str) -> str:
+def test_flat_parameters() -> None:
+    configs: list[dict[str, Any]] = [
+        {"wrap": "Block", "engine": "fsdp1", "sharding": kind} for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    ]
+    run_ranks(compare, 2, configs, ["object", "mapping", "kept", "object of a unit"])
+
+
+def flat(rank: int) -> str:
     warnings.simplefilter("ignore")
-    with pytest.raises(errors.UnsupportedCallError) as caught:
-        train(build(how, {"wrap": "Block", "engine": "fsdp1"}), how, "-")
+    with pytest.raises(errors.ShardStateError) as caught:
+        train(build("closure", {"wrap": "none", "engine": "fsdp1"}), "closure", "-")
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "name"), [("object", "Net"), ("kept", "Net"), ("object of a unit", "Block")])
-def test_flat_parameters_refuse_what_torch_would_not_reach(how: str, name: str) -> None:
-    for text in run_ranks(flat, 2, how):
-        assert f"{name} returned no tensor with a gradient, but an object that holds one" in text
-        assert "or use engine 'fsdp2'" in text
+def test_flat_parameters_refuse_a_backward_that_torch_does_not_see() -> None:
+    """Torch prints the stack and raises an assertion."""
+    for text in run_ranks(flat, 2):
+        assert "A backward reached the shard unit '(root)', but no output of it" in text
+        assert "Return the tensor from the forward, or use engine 'fsdp2'." in text
 
 
 class Adjoint(torch.autograd.Function):
@@ -185,9 +201,18 @@ class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dynamics, self.out = Dynamics(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4)
+        self.how = "at once"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(Adjoint.apply(self.dynamics, x, *self.dynamics.parameters()))  # type: ignore[no-untyped-call]
+        if self.how == "plain":
+            return self.out(checkpoint(self.dynamics, x.requires_grad_(), use_reentrant=True))
+        if self.how == "reentrant":
+            return self.out(checkpoint(self.solve, x.requires_grad_(), use_reentrant=True))
+        return self.out(self.solve(x))
+
+    def solve(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Adjoint.apply(self.dynamics, x, *self.dynamics.parameters())  # type: ignore[no-untyped-call]
+        return found
 
 
 def adjoint(rank: int) -> list[Any]:
@@ -216,3 +241,42 @@ def test_functions_that_get_shards_are_refused_in_the_forward() -> None:
         torch.testing.assert_close(in_root, truth)
         for text in refused:
             assert "The autograd function Adjoint got 'dynamics.0.bias', 'dynamics.0.weight' as arguments" in text
+
+
+def adjoint_unseen(rank: int) -> list[str]:
+    """Run the function where no output of the first forward leads to it."""
+    warnings.simplefilter("ignore")
+    found = []
+    for how in ("at once", "reentrant", "plain"):
+        grads = []
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            model = mmfsdp.shard(Flow(), wrap="Dynamics") if is_sharded else Flow()
+            model.how = "plain"
+            rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+            model(rows).square().mean().backward()
+            model.how = how
+            # Gradients of shards are right where they are those of a penalty.
+            loss = model(rows).square().mean() + sum(whole_sum(param) for param in model.parameters())
+            try:
+                loss.backward()
+                grads.append(gradients(model))
+            except errors.UnsupportedCallError as error:
+                found.append(str(error))
+        if how == "plain":
+            torch.testing.assert_close(grads[1], grads[0])
+    return found
+
+
+def whole_sum(param: Any) -> torch.Tensor:
+    total: Any = param.square().sum()
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]
+
+
+def test_functions_that_get_shards_are_refused_in_the_backward_elsewhere() -> None:
+    """Without it, the gradients of the unit are zero in later forwards, and under reentrant checkpoints."""
+    for texts in run_ranks(adjoint_unseen, 2):
+        assert len(texts) == 2
+        for text in texts:
+            assert "Shards of the unit 'dynamics" in text
+            assert "Leave the module out of the wrap policy" in text

@@ -45,11 +45,18 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
         return
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
     places = traceback.walk_tb(error.__traceback__)
-    for (frame, _), entry in reversed(list(zip(places, traceback.extract_tb(error.__traceback__), strict=True))):
-        known = {name: names[id(value)] for name, value in frame.f_locals.items() if id(value) in names}
-        if not known:
-            continue
-        read = [name for name in _read(state, frame, _source(entry), known) if _is_in_pieces(state, name)]
+    frames = [*zip(places, traceback.extract_tb(error.__traceback__), strict=True)][::-1]
+    found = [
+        (
+            frame,
+            _source(entry),
+            {name: names[id(value)] for name, value in frame.f_locals.items() if id(value) in names},
+        )
+        for (frame, _), entry in frames
+    ]
+    # Code that knows a module says more than what the module's parameters were passed to.
+    for frame, source, known in sorted(found, key=lambda each: not each[-1]):
+        read = [name for name in _read(state, frame, source, known) if _is_in_pieces(state, name)]
         if read:
             module, reader = frame.f_locals.get("self"), "code"
             if id(module) in names:
@@ -108,8 +115,8 @@ def _read(state: ShardedModel, frame: FrameType, source: str, modules: Mapping[s
         modules: The FQNs of modules in its variables.
     """
     known = {name for param in state.plan.all_params() for name in _names_of(param)}
-    held = {id(_value(state, name)): name for name in known}
-    found = [held[id(value)] for value in frame.f_locals.values() if id(value) in held and value is not None]
+    held = {key: name for name in known if (key := _memory(_value(state, name))) is not None}
+    found = [held[key] for value in frame.f_locals.values() if (key := _memory(value)) in held]
     for variable, chain in re.findall(r"\b(\w+)((?:\.\w+|\[\d+\])+)", source):
         if (fqn := modules.get(variable)) is None:
             continue
@@ -117,6 +124,14 @@ def _read(state: ShardedModel, frame: FrameType, source: str, modules: Mapping[s
         # A suffix such as .T is not part of the parameter's name.
         found += [".".join([*([fqn] if fqn else []), *steps[:end]]) for end in range(1, len(steps) + 1)]
     yield from dict.fromkeys(name for name in found if name in known)
+
+
+def _memory(value: Any) -> int | None:
+    """Return what identifies a parameter, and for a shard what its views and its ``.data`` have in common with it."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local().untyped_storage().data_ptr() or id(value)
+    return id(value) if isinstance(value, torch.Tensor) else None
 
 
 def _value(state: ShardedModel, name: str) -> Any:

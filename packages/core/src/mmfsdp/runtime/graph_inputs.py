@@ -6,11 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import UnsupportedCallError
+from mmfsdp.runtime.backward import is_backward
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of, shards_of
+from mmfsdp.runtime.torch_fsdp2.unreduced import has_gradient
 
-__all__ = ["check_graph_inputs"]
+__all__ = ["RefuseShardGradients", "check_graph_inputs"]
+
+_REMEDY = (
+    "Leave the module out of the wrap policy, so that the unit around it gathers it, or keep it whole with "
+    "sharding.ignored_modules."
+)
 
 
 def check_graph_inputs(outputs: Iterable[torch.Tensor], shards: Mapping[int, str]) -> None:
@@ -33,9 +43,49 @@ def check_graph_inputs(outputs: Iterable[torch.Tensor], shards: Mapping[int, str
         raise UnsupportedCallError(
             f"The autograd function {function} got {name_list(sorted(names), 3)} as arguments, as adjoint methods do "
             "with *module.parameters(). These are shards, as the module is a shard unit of its own that is not "
-            "gathered there, and their gradients would silently be zero. Leave the module out of the wrap policy, so "
-            "that the unit around it gathers it, or keep it whole with sharding.ignored_modules."
+            f"gathered there, and their gradients would silently be zero. {_REMEDY}"
         )
+
+
+class RefuseShardGradients(Subscriber):
+    """Raises in a backward whose autograd functions got shards, wherever `check_graph_inputs` cannot see them.
+
+    Such a function runs a unit in backward, with gathered copies that get no gradient, and returns gradients of shards,
+    which nothing else gives a unit that runs then.
+    """
+
+    turn = Turn.REFUSING
+
+    def __init__(self) -> None:
+        self._ran: dict[int, tuple[Group, list[object]]] = {}
+
+    def before_forward(self, group: Group) -> None:
+        """Note a unit that runs in a backward, and what gradients its shards have. Checkpoints run units there, too."""
+        if torch.is_grad_enabled() and is_backward() and id(group) not in self._ran:
+            if not self._ran:
+                Variable._execution_engine.queue_callback(self._check)
+            self._ran[id(group)] = group, _gradients(group)
+
+    def before_reduce(self, group: Group) -> None:
+        """Forget a unit that got gradients."""
+        if self._ran and id(group) in self._ran and has_gradient(group):
+            del self._ran[id(group)]
+
+    def _check(self) -> None:
+        ran, self._ran = [*self._ran.values()], {}
+        for group, before in ran:
+            if _gradients(group) != before:
+                raise UnsupportedCallError(
+                    f"Shards of the unit {name_of(group)!r} got gradients from an autograd function that runs the unit "
+                    "in backward, as adjoint methods do with *module.parameters(). The unit computes with gathered "
+                    f"copies, so these gradients are zero or wrong. {_REMEDY}"
+                )
+
+
+def _gradients(group: Group) -> list[object]:
+    """Return what changes whenever autograd adds to a gradient of a shard."""
+    grads = [shard.grad for shard in shards_of(group)]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 def _given(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.errors import UnsupportedCallError
+from mmfsdp.runtime.flat_params import show_outputs
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_copies
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_backward, reduce_at_end
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe
@@ -48,22 +49,25 @@ class ReduceAlways(Subscriber):
     def gathered(self, group: Group) -> None:
         """Watch the copies, which torch makes once."""
         unsubscribe(self, [group])
+        accumulated = partial(_accumulated, self._root, weakref.ref(group))
         for copy in gathered_copies(group):
-            is_trained = copy.requires_grad
-            copy.requires_grad_(True)  # it may be trained later, and torch accepts hooks only then
-            copy.register_post_accumulate_grad_hook(self._accumulated)
-            copy.requires_grad_(is_trained)
+            if copy.is_floating_point() or copy.is_complex():  # packed integers never have gradients
+                is_trained = copy.requires_grad
+                copy.requires_grad_(True)  # it may be trained later, and torch accepts hooks only then
+                copy.register_post_accumulate_grad_hook(accumulated)
+                copy.requires_grad_(is_trained)
 
-    def _accumulated(self, _: torch.Tensor) -> None:
-        if (root := self._root()) is not None:
-            reduce_at_end(root)
+
+def _accumulated(root: weakref.ref[nn.Module], group: weakref.ref[Group], _: torch.Tensor) -> None:
+    if (live := root()) is not None and (its_group := group()) is not None:
+        reduce_at_end(live, its_group)
 
 
 class HiddenOutputs:
     """Gathers a unit for backwards that begin at tensors in objects that it returns, or in attributes of its modules.
 
     Args:
-        module: The module that was given to ``fully_shard``.
+        module: The module that was given to ``fully_shard``, or the FullyShardedDataParallel around the unit.
         owned: All modules of the unit.
     """
 
@@ -88,37 +92,12 @@ class HiddenOutputs:
             return
         shown = {id(leaf) for leaf in tree_leaves((args, output))}
         before, self._hooked = self._hooked, {id(tensor): weakref.ref(tensor) for tensor in found}
-        for tensor in found:
-            is_hooked = id(tensor) in before and before[id(tensor)]() is tensor
-            if id(tensor) not in shown and not is_hooked:
-                tensor.register_hook(partial(_begin, weakref.ref(module)))
-
-    def refuse(self, output: Any) -> None:
-        """Raise if only hidden tensors can lead a backward to the unit, for engine ``fsdp1``. Call it as `accept`.
-
-        Args:
-            output: The result of a forward of the unit, in any structure.
-
-        Raises:
-            UnsupportedCallError: The output shows no tensor with a backward, and others were found.
-        """
-        module = self._module()
-        if (
-            not torch.is_grad_enabled()
-            or module is None
-            or not any(param.requires_grad for param in module.parameters())
-        ):
+        new = [tensor for tensor in found if id(tensor) not in shown and not _is_in(before, tensor)]
+        if isinstance(module, FullyShardedDataParallel):
+            show_outputs(module, new)
             return
-        if any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-            return
-        is_trained = any(param.requires_grad for param in module.parameters())
-        if is_trained and any(True for _ in (*_hidden_in(output), *self._kept())):
-            name = type(getattr(module, "module", module)).__name__
-            raise UnsupportedCallError(
-                f"{name} returned no tensor with a gradient, but an object that holds one, or it keeps one as an "
-                "attribute. With engine 'fsdp1' a backward from there does not reach the unit: return the tensor "
-                "itself, in a tuple or dict for instance, or use engine 'fsdp2'."
-            )
+        for tensor in new:
+            tensor.register_hook(partial(_begin, weakref.ref(module)))
 
     def _kept(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that modules of the unit keep: wherever some were found in the first forwards."""
@@ -140,6 +119,10 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     """Return the tensors of an output in any structure, those in attributes of objects included."""
     shown = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return [*shown, *_hidden_in(output)]
+
+
+def _is_in(known: Mapping[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
+    return id(tensor) in known and known[id(tensor)]() is tensor
 
 
 def _begin(module: weakref.ref[nn.Module], grad: torch.Tensor) -> None:

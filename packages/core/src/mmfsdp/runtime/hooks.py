@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.data_parallel import watch_wrappers
-from mmfsdp.runtime.flat_params import flat_params, name_gathering
+from mmfsdp.runtime.flat_params import flat_params, name_gathering, refuse_unseen_backwards
 from mmfsdp.runtime.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
-from mmfsdp.runtime.graph_inputs import check_graph_inputs
+from mmfsdp.runtime.graph_inputs import RefuseShardGradients, check_graph_inputs
 from mmfsdp.runtime.guards import watch_optimizers
 from mmfsdp.runtime.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
 from mmfsdp.runtime.other_weights import refuse_other_flat_weights, refuse_other_weights
@@ -60,6 +60,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
     _watch_gradients(state, me)
     name_gathering(module)
+    refuse_unseen_backwards(module)
     guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)
     refuse_other_flat_weights(module)
     if not state.is_fsdp1:
@@ -68,6 +69,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
         subscribe(RefuseSecondOrder(), state.groups)
         subscribe(ReduceAlways(module), state.groups)
         subscribe(state.copied_settings, state.groups)
+        subscribe(RefuseShardGradients(), state.groups)
         refuse_other_weights(module, state.groups)
         _show_shards(module, me, root)
         _watch_mode(module, me, root)

@@ -172,7 +172,7 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate, hidden: Hidd
     Args:
         unit: The wrapper around the unit's module.
         gate: The unit's gate.
-        hidden: Refuses outputs that show no tensor with a backward, but hold one.
+        hidden: Accepts the tensors that outputs of the unit do not show.
     """
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +182,12 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate, hidden: Hidd
         finally:
             gate.pending = None
 
-    def refuse_hidden(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def accept_hidden(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not _tracker.is_bw:
-            hidden.refuse(output)
+            hidden.accept((args, kwargs), output)
 
     gate.run = run
-    gate.watch([unit], refuse_hidden)
+    gate.watch([unit], accept_hidden)
     gate.stand_in(unit.module, "forward", _RoutedUnit(unit.module, gate), runs_pending=True)
 
 

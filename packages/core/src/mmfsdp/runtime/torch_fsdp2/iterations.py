@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, RESETS_ITERATIONS, torch_has
-from mmfsdp.runtime.torch_fsdp2.param_groups import groups_in_module
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_in_module
 
 __all__ = ["before_first_use", "begin_backward", "begin_root", "discard_iteration", "enter_again", "reduce_at_end"]
 
@@ -38,11 +38,17 @@ def begin_backward(module: Any, grad: torch.Tensor) -> None:
     module._get_fsdp_state()._pre_backward(grad)
 
 
-def reduce_at_end(root: Any) -> None:
-    """Arrange that the backward that runs ends with the reduction of all gradients. Call it as often as you like.
+def reduce_at_end(root: Any, group: Group) -> None:
+    """Arrange that the backward that runs ends with the reduction of a group's gradients. Call it as often as you like.
 
-    torch does so where a backward meets the output of a unit.
+    torch does so where a backward meets the output of a unit. It takes a group as done once the unit's inputs have
+    their gradients, also if a parameter gets more of its own after that.
     """
+    state = group._training_state
+    if state is type(state).PRE_BACKWARD:
+        return
+    if state is type(state).POST_BACKWARD:
+        group._training_state = type(state).IDLE
     root._get_fsdp_state()._register_root_post_backward_final_callback()
 
 
