@@ -1,4 +1,4 @@
-"""How far rehearsed peaks are from what real ranks allocate: ten families, precisions, checkpointing, accumulation."""
+"""How far rehearsed peaks are from what real ranks allocate: 24 families, precisions, checkpointing, accumulation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tests.distributed.families import FAMILIES
-from tests.distributed.measured import SETTINGS, measure, rehearsed
+from tests.distributed.measured import CASES, SETTINGS, measure, rehearsed
 
 from benchmarks.measuring import sized
 from mmfsdp.testing import run_ranks
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
-    parser.add_argument("--families", nargs="+", default=sized([*FAMILIES], ["llama"]), choices=[*FAMILIES])
+    parser.add_argument("--families", nargs="+", default=sized([*CASES], ["llama"]), choices=[*CASES])
     options = parser.parse_args(arguments)
     found: dict[str, float] = {}
     by_family: dict[str, dict[str, list[float]]] = {}
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] = ()) -> dict[str, Any]:
 
 def config_of(family: str, precision: str, activations: str) -> dict[str, Any]:
     """Return the config of a case."""
-    wrap = {"kind": "module_class", "classes": [*FAMILIES[family].layer]}
+    wrap = {"kind": "module_class", "classes": [*CASES[family].layer]}
     return {"precision": precision, "wrap": wrap, **SETTINGS[activations]}
 
 

@@ -399,8 +399,9 @@ FAMILIES: dict[str, Case] = {
 }
 
 
-def make(family: str) -> nn.Module:
+def make(family: str | Case) -> nn.Module:
     """Return a family's model, with the same weights each time."""
+    case = FAMILIES[family] if isinstance(family, str) else family
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return FAMILIES[family].model()
+        return case.model()

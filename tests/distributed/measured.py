@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.distributed.families import FAMILIES, make
+from tests.distributed.rarer_families import RARER
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -23,7 +24,9 @@ import mmfsdp
 import mmfsdp.rehearsal
 from mmfsdp.state import LocalView
 
-__all__ = ["SETTINGS", "measure", "optimizer_of", "rehearsed"]
+__all__ = ["CASES", "SETTINGS", "measure", "optimizer_of", "rehearsed"]
+
+CASES = {**FAMILIES, **RARER}
 
 MARK = "the step that is measured"
 
@@ -114,13 +117,13 @@ def measure(
 
     With ``only_first`` the other ranks take part, and return nothing: to profile takes longer than the steps.
     """
-    case, looks = FAMILIES[family], rank == 0 or not only_first
+    case, looks = CASES[family], rank == 0 or not only_first
     issued = Issued()
     gc.collect()  # what is freed later would count as negative
     # Also what `shard` sends: of what gloo copies for it, the profiler would see the allocation alone.
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if looks else contextlib.nullcontext()
     with profiling as profiled, issued:
-        model = mmfsdp.shard(make(family), config)
+        model = mmfsdp.shard(make(case), config)
         optimizer = optimizer_of(model.parameters())
         view = LocalView(model)
         averaged = AveragedModel(view.tree()) if averages else None
@@ -166,10 +169,10 @@ def rehearsed(
     family: str, config: dict[str, Any], samples: int, accumulate: int, ranks: int, averages: bool = False
 ) -> mmfsdp.rehearsal.Rehearsal:
     """Rehearse the step that `measure` runs."""
-    case = FAMILIES[family]
+    case = CASES[family]
     return mmfsdp.rehearse(
         config,
-        make(family),
+        make(case),
         case.batch(samples),
         mesh=ranks,
         loss=case.loss,

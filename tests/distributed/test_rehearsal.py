@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.distributed.families import FAMILIES
+from tests.distributed.measured import CASES as FAMILIES
 from tests.distributed.measured import SETTINGS, measure, rehearsed
 
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
@@ -28,6 +28,15 @@ CASES: list[tuple[str, str, str, int, int, str]] = [
     ("bert", "fp32", "selective", 1, 2, "fsdp1"),
     ("qlora", "bf16", "full", 1, 2, "fsdp2"),
     ("llama", "fp32", "full", 1, 4, "hybrid"),
+    ("lstm", "fp32", "none", 1, 2, "fsdp2"),
+    ("speech", "bf16", "full", 1, 2, "fsdp2"),
+    ("gan", "bf16", "full", 1, 2, "fsdp2"),
+    ("experts", "bf16", "full", 1, 2, "fsdp2"),
+    ("bags", "bf16", "none", 2, 2, "fsdp2"),
+    ("graph", "fp32", "full", 1, 2, "fsdp2"),
+    ("fourier", "fp32", "ops", 1, 2, "fsdp2"),
+    ("video", "fp32", "none", 1, 2, "fsdp2"),
+    ("unet", "bf16", "selective", 1, 2, "fsdp2"),
 ]
 
 

@@ -31,7 +31,7 @@ from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
 from mmfsdp.rehearsal.recording.compiled_graphs import compiled_graphs
-from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
+from mmfsdp.rehearsal.recording.cpu_kernels import cpu_scratch_bytes
 from mmfsdp.rehearsal.recording.device_operators import device_operators
 from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipes
@@ -144,7 +144,7 @@ def _run(
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
         values = Values(places, results, assume, keeps=not state.is_fsdp1)
-        scratch = convolution_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
+        scratch = cpu_scratch_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
         recorder = Recorder(mode, places, values, scratch, costs, offloads, whole, state.is_fsdp1)
         if graphs is not None:
             graphs.watch(module, recorder)

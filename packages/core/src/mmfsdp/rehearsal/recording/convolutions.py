@@ -32,9 +32,10 @@ def convolution_bytes(name: str, args: Any, result: Any) -> int:
     Backward makes the gradient of the weight in blocks of the channels of a group: a depthwise one in channels-last
     order, whose groups have one channel, is 256 times as large as the weight, unless its kernel is at most three
     columns wide and not dilated. In 16 bits it is added up in float32, and a sample of the input and of the gradient is
-    transposed, groups padded, too. For kernels wider than 14 columns, a matrix has what the kernel covers at each
-    position of a sample. (In oneDNN's src/cpu/x64: jit_uni_dw_conv_kernel_utils.cpp, jit_avx512_common_conv_kernel.cpp,
-    jit_avx512_core_bf16_conv_kernel.cpp.)
+    transposed, groups padded, too. For kernels wider than 14 columns, and for those in float32 that are deeper than
+    their input, a matrix has what the kernel covers at each position of a sample. A transposed convolution copies its
+    result twice, if it is strided, and the gradient of its weight. (In oneDNN's src/cpu/x64:
+    jit_uni_dw_conv_kernel_utils.cpp, jit_avx512_common_conv_kernel.cpp, jit_avx512_core_bf16_conv_kernel.cpp.)
 
     Args:
         name: The operator's name in its schema.
@@ -42,13 +43,17 @@ def convolution_bytes(name: str, args: Any, result: Any) -> int:
         result: What it returned.
     """
     if name == "aten::convolution":
-        inputs, weight, _, stride, _, _, _, _, groups = args
+        inputs, weight, _, stride, _, _, is_transposed, _, groups = args
         copied: tuple[torch.Tensor, ...] = (inputs,)
         held = _forward_bytes(inputs, weight, result, groups)
+        if is_transposed and any(step != 1 for step in stride):
+            held = max(held, 2 * result.nbytes)
     elif name == "aten::convolution_backward":
-        grad, inputs, weight, _, stride, padding, dilation, _, _, groups, wanted = args
+        grad, inputs, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = args
         copied = (grad, inputs)
         held = _backward_bytes(grad, inputs, weight, stride, padding, dilation, groups, is_first=not wanted[0])
+        if is_transposed:
+            held = max(held, 2 * weight.nbytes)
     else:
         return 0
     if _is_point(weight, stride) and inputs.shape[0] < 16 and inputs.dtype == torch.float32:
@@ -87,7 +92,9 @@ def _backward_bytes(
         return 2 * weight.nbytes
     made = weight.nbytes if is_image else _blocked_weight(weight, groups)
     summed = 0
-    if columns > (_WIDEST_OF_IMAGE if is_rounded and is_image else _WIDEST) and not is_narrow:
+    is_wide = columns > (_WIDEST_OF_IMAGE if is_rounded and is_image else _WIDEST)
+    is_deep = weight.dim() == 5 and not is_rounded and inputs.shape[2] < weight.shape[2]
+    if (is_wide or is_deep) and not is_narrow:
         covered = inputs[0].nbytes // prod(inputs.shape[2:]) * prod(weight.shape[2:]) * prod(grad.shape[2:])
         products = covered + 4 * weight.numel() * torch.float32.itemsize
         return products + weight.nbytes if last else max(products, _blocked(grad))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmfsdp.rehearsal.recording.cudnn_convolutions import cudnn_convolution_bytes
+from mmfsdp.rehearsal.recording.losses import loss_bytes
 from mmfsdp.rehearsal.recording.operator_costs import QUANTIZED_PRODUCT
 from mmfsdp.rehearsal.recording.recurrent import RECURRENT, recurrent_scratch
 from mmfsdp.rehearsal.recording.reductions import reduction_bytes
@@ -37,7 +38,8 @@ def accelerator_scratch_bytes(capability: tuple[int, int] | None, name: str, arg
         return recurrent_scratch(name, args)
     if not name.startswith("aten::_scaled_dot_product_") or not name.endswith("_backward"):
         multiprocessors = _USUAL if capability is None else _MULTIPROCESSORS.get(capability, _USUAL)
-        return cudnn_convolution_bytes(name, args, result) or reduction_bytes(name, args, multiprocessors)
+        found = cudnn_convolution_bytes(name, args, result) or reduction_bytes(name, args, multiprocessors)
+        return found or loss_bytes(name, args, result)
     query, key = args[1], args[2]
     batch, heads, rows, columns = query.shape
     if "cudnn" not in name:

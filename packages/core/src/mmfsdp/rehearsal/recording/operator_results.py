@@ -11,6 +11,8 @@ from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, has_constant, is_fake, local_
 from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
 from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD, run_fused_norm
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
+from mmfsdp.rehearsal.recording.losses import CTC, kept_loss_bytes, run_ctc
+from mmfsdp.rehearsal.recording.onednn_recurrent import LSTM_LAYER, add_workspace
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
 from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
 from mmfsdp.rehearsal.recording.phases import Places
@@ -90,13 +92,20 @@ class Values:
             return run_fused_norm(name, args), None
         if name in RECURRENT:
             return run_recurrent(name, args), None
+        if name == LSTM_LAYER:
+            return add_workspace(args, func(*args, **kwargs)), None
         if name == _ITEM and not has_constant(args[0]):
             result = self._assumed(name, func, args, kwargs)
             if result is not NotImplemented:
                 return result, None
         check_dtypes(name, args)
+        if name in CTC and (made := run_ctc(name, args)) is not NotImplemented:
+            return made, None
         try:
-            return self._results.run(func, args, kwargs)
+            result, recipe = self._results.run(func, args, kwargs)
+            if nbytes := kept_loss_bytes(name, args, result):
+                result.untyped_storage().resize_(nbytes)
+            return result, recipe
         except CANNOT_BE_FAKED:
             result = self._assumed(name, func, args, kwargs)
             if result is NotImplemented:
