@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ TensorFloat32 is off.
 
 NOTES = """
 *Allocated* is `torch.cuda.max_memory_allocated()`, beside `step.allocated()`; *reserved* is `max_memory_reserved()`
-after a fresh start, beside `step.reserved()`; errors are those of the nearest end of the interval. A step's seconds are
-the median of five, beside `step.time(device)`; *inside* counts figures in their interval.
+after a fresh start, beside `step.reserved()`; errors are those of the nearest end of the interval, and beside them
+those of its middle. A step's seconds are the median of five, beside `step.time(device)`; *inside* counts figures in
+their interval.
 
 **What was fitted to the steps of the H100:** what cuDNN keeps of recurrent networks and takes for them and for
 convolutions; that the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in
@@ -65,9 +67,10 @@ moment, and how long issuing an operator takes at worst.
 
 - *Small models wait for the CPU.* These two, of virtual machines, needed 40 to 50 us for an operator; the forecast is
   20, and its interval begins at 6 and ends at 50. Such are steps whose CPU has issued all just before they end.
-- *llama 8B without recomputation reserves 4 GiB more.* The GPU's own allocations, replayed through our model of the
-  allocator, reserve what they did there. But where a block of 16 MiB lies decides whether a request of 4 GiB finds a
-  free segment, and our replay puts it elsewhere.
+- *llama 8B without recomputation reserves up to 4 GiB more than its replay.* The GPU's own allocations, replayed
+  through our model of the allocator, reserve what they did there. But where a block of 16 MiB lies decides whether a
+  request of 4 GiB finds a free segment, and our replay puts it elsewhere. So an interval is longer by such a buffer
+  of gradients, if it is an eighth of all, and the step has no other request like it.
 - *The optimizer of the offloaded step* ran on 16 threads, and the forecast counts with one, as torchrun starts a rank;
   the interval has both.
 
@@ -117,6 +120,13 @@ def error_of(kind: str, line: Mapping[str, Any], found: Mapping[str, Sequence[fl
     return (usual[0] if usual else min(max(real, low), high)) / real - 1
 
 
+def middle_error_of(kind: str, line: Mapping[str, Any], found: Mapping[str, Sequence[float]]) -> float | None:
+    """Return by which share the middle of a forecast is too high; of time, the usual one."""
+    real = real_of(kind, line)
+    low, high, *usual = found[kind]
+    return None if real is None else (usual[0] if usual else (low + high) / 2) / real - 1
+
+
 def page() -> str:
     """Return the text of the page."""
     from mmfsdp.rehearsal.timing.device_presets import PRESETS
@@ -129,10 +139,10 @@ def page() -> str:
         first=first, second=second, one=one["device"], other=other["device"].removeprefix("NVIDIA "), torch=one["torch"]
     )
     rows = (row for device in DEVICES for row in _summary(device, lines[device], found[device]))
-    text += _table(("forecast", "steps", "median error", "worst", "inside"), rows)
+    text += _table(("forecast", "steps", "median error", "worst", "median of the middle", "worst", "inside"), rows)
     text += NOTES.format(alone=PRESETS["h100"].alone)
     text += f"## Memory\n\nIn GiB. Steps of both differed on the H200 by {_apart(*lines.values())}.\n\n"
-    head = ("step", "allocated", "forecast", "error", "reserved", "forecast", "error")
+    head = ("step", "allocated", "forecast", "error", "reserved", "forecast", "error", "of the middle")
     shown = {name: (line, found[device][name]) for device in reversed(DEVICES) for name, line in lines[device].items()}
     text += _table(head, (_memory(name, *pair) for name, pair in shown.items()))
     text += "\n## Seconds of a step\n"
@@ -180,7 +190,9 @@ def _summary(device: str, lines: Mapping[str, Any], found: Mapping[str, Any]) ->
         known = {name: real for name, line in lines.items() if (real := real_of(kind, line)) is not None}
         errors = [abs(error_of(kind, lines[name], found[name]) or 0.0) for name in known]
         inside = sum(found[name][kind][0] <= real <= found[name][kind][1] for name, real in known.items())
-        shown = f"{statistics.median(errors):.2%}", f"{max(errors):.1%}"
+        middles = [abs(middle_error_of(kind, lines[name], found[name]) or 0.0) for name in known]
+        pairs = ((f"{statistics.median(sizes):.2%}", f"{max(sizes):.1%}") for sizes in (errors, middles))
+        shown = chain.from_iterable(pairs)
         yield f"{title}, {device.upper()}", str(len(known)), *shown, f"{inside} of {len(known)}"
 
 
@@ -190,7 +202,8 @@ def _memory(name: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> tup
         low, high = found[kind]
         off = error_of(kind, line, found) or 0.0
         cells += [f"{real_of(kind, line):.2f}", f"{low:.2f} to {high:.2f}", f"{off:+.1%}"]
-    return tuple(cells)
+    middle = middle_error_of("reserved", line, found) or 0.0
+    return (*cells, f"{middle:+.1%}")
 
 
 def _seconds(name: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:

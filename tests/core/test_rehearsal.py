@@ -20,7 +20,7 @@ from mmfsdp.planning import estimate_memory
 from mmfsdp.rehearsal import KINDS, Allocation, Rehearsal
 from mmfsdp.rehearsal.accounting import held_at, highest, series, shares
 from mmfsdp.rehearsal.caching import CachingAllocator
-from mmfsdp.rehearsal.device_memory import CONTEXT, beside_allocator
+from mmfsdp.rehearsal.device_memory import CONTEXT, UNCERTAIN, beside_allocator, taken_ranges
 from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, alone_bytes, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import COPIES, TO_CPU, TO_DEVICE
 from mmfsdp.rehearsal.replaying import Replayed, replayed
@@ -394,7 +394,7 @@ def test_equal_layers_share_a_row() -> None:
     assert shares(held) == [("head", "activation", 30, 1), ("layers.{0..2}.up", "activation", 24, 3)]
 
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,21 @@ def test_memory_of_another_stream_cannot_be_used() -> None:
     first, second = allocation(30 * MIB, 1, 2, kind="gathered"), allocation(30 * MIB, 3, 4)
     assert replayed([first, second]) == Replayed(30 * MIB, 30 * MIB, 0, 0)
     assert replayed([dataclasses.replace(first, stream="gathers"), second]) == Replayed(60 * MIB, 30 * MIB, 0, 0)
+
+
+def test_a_very_large_request_may_not_find_its_segment_again() -> None:
+    def most(items: list[Allocation], **options: Any) -> int:
+        return taken_ranges([allocation(20 * GIB, 0, None), *items], [], workspaces=((), ()), **options)[0][1]
+
+    once = [allocation(4 * GIB, 1, 2, kind="reduce buffer")]
+    twice = [*once, allocation(3 * GIB, 3, 4)]
+    assert most(once) == round(24 * GIB * (1 + UNCERTAIN)) + 4 * GIB
+    assert most(twice) == round(24 * GIB * (1 + UNCERTAIN))  # another one keeps the segment together
+    assert most([allocation(4 * GIB, 1, 2)]) == round(24 * GIB * (1 + UNCERTAIN))  # not of gradients
+    small = [allocation(2 * GIB, 1, 2, kind="reduce buffer")]
+    assert most(small) == round(22 * GIB * (1 + UNCERTAIN))  # less than an eighth
+    assert most(once, expandable=True) < 26 * GIB
+    assert most(once, limits=[26 * GIB]) == 26 * GIB
 
 
 def test_buffers_of_messages_are_on_streams_of_their_own() -> None:

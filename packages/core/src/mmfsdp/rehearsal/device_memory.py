@@ -33,6 +33,11 @@ UNCERTAIN = 0.04
 """How far published steps are from the nearest replay at most, in the half that fits (docs/published_runs.md): the
 order of releases on a GPU, fragments that were there before, workspaces that are not modelled."""
 
+_GIB = 1 << 30
+_LARGE_SHARE = 1 / 8
+"""From which share of what is taken on the largest buffer of gradients may need a segment of its own again. One of
+3.91 GiB did in the 8 B step that was measured on an H100 (docs/measured_on_gpu.md)."""
+
 CONTEXT = (287_047_680 + 232 * _MIB, 666_632_192)
 """Least and most bytes of the CUDA context with torch's kernels: as measured with modules loaded lazily and at once, in
 https://github.com/pytorch/pytorch/pull/86509. Steps load kernels of 232 to 310 MiB, as measured with nine models on an
@@ -81,8 +86,9 @@ def taken_ranges(
     """Return the least and the most bytes that the caching allocator takes from the device, and that it hands out.
 
     Replays vary what cannot be known here: the workspaces of cuBLAS, whether the optimizer's state is there before the
-    first step or is made in it, and what wrapping left. To what is taken comes an uncertainty of
-    4 % in both directions.
+    first step or is made in it, and what wrapping left. To what is taken comes an uncertainty of 4 % in both
+    directions. Without expandable segments, the most covers that a very large buffer of gradients does not find the
+    segment that it left: smaller requests have taken parts of it since the step before.
 
     Args:
         allocations: All allocations of a step.
@@ -100,7 +106,21 @@ def taken_ranges(
         found += _limited(run, () if expandable else limits)
     taken, held = [item.reserved for item in found], [item.allocated for item in found]
     low, high = round(min(taken) * (1 - UNCERTAIN)), round(max(taken) * (1 + UNCERTAIN))
+    once = 0 if expandable else _largest_once(allocations)
+    if once >= _LARGE_SHARE * max(taken):
+        high = min(high + once, max(high, *limits)) if limits else high + once
     return (max(low, min(held)), high), (min(held), max(held))
+
+
+def _largest_once(allocations: Iterable[Allocation]) -> int:
+    """Return the bytes of the largest request of a step, if it is of gradients, very large, and like no other; else 0.
+
+    Its segment is free through forward and most of backward, whose requests are cut from it.
+    """
+    made = [(item.nbytes, item.stream, item.kind) for item in allocations if item.begin]
+    most, stream, kind = max(made, default=(0, "", ""))
+    like = sum(nbytes > most / 2 for nbytes, other, _ in made if other == stream)
+    return most if most >= _GIB and like == 1 and kind == "reduce buffer" else 0
 
 
 def _limited(run: Callable[..., Replayed], limits: Sequence[int]) -> list[Replayed]:

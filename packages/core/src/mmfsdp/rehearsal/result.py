@@ -107,8 +107,9 @@ class Rehearsal:
         The allocations are replayed through a model of the allocator, several times: with small or large workspaces of
         cuBLAS, unless the device is known; with the optimizer's state made before or in the first step; and with FSDP1
         with and without the segments that wrapping left, and what waits for the GPU, see `active`. The interval covers
-        these. What is gathered, cast and reduced is on streams of its own, whose freed memory others cannot use. Not
-        included: workspaces of convolutions, and what `device_bytes` adds.
+        these, and that a very large buffer of gradients, an eighth of all, does not find its segment free. What is
+        gathered, cast and reduced is on streams of its own, whose freed memory others cannot use. Not included:
+        workspaces that the page on operators of the device names, and what `device_bytes` adds.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
