@@ -8,7 +8,9 @@ import pytest
 import torch
 from tests.distributed.models import BLOCKS, Block, build
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mmfsdp
 from mmfsdp.errors import PlanError
@@ -200,3 +202,57 @@ def apart_on_a_grid(rank: int) -> Weights:
 def test_replicas_begin_equal() -> None:
     want = build("Attention", seed=0).state_dict()
     assert all(same(weights, want) for weights in run_ranks(apart_on_a_grid, 4))
+
+
+def draw_on(model: Any) -> list[torch.Tensor]:
+    """Draw random numbers for weights and gradients, as programs do between steps; return the whole tensors."""
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+    nn.init.normal_(model[2].weight, std=0.02)
+    nn.init.trunc_normal_(model[2].bias, std=0.5)
+    model(torch.ones(2, 7)).sum().backward()
+    drawn = []
+    with torch.no_grad():
+        for param in model.parameters():
+            param.grad.add_(torch.randn_like(param), alpha=0.1)
+            param.add_(torch.rand_like(param) * torch.randint_like(param, 3))
+            param.mul_(torch.bernoulli(torch.full_like(param, 0.5))).add_(torch.empty_like(param).uniform_(-1, 1))
+            param.add_(nn.functional.dropout(torch.ones_like(param), 0.5))
+            drawn += [param, param.grad]
+    return [(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in drawn]
+
+
+def build_for_drawing() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5))
+
+
+def draw_on_shards(rank: int, configs: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    return [draw_on(mmfsdp.shard(build_for_drawing(), config)) for config in configs]
+
+
+def test_random_numbers_for_shards_are_those_of_whole_tensors() -> None:
+    """With one seed, DTensor on the CPU fills every rank's shard with the same numbers."""
+    configs: list[dict[str, Any]] = [{}, {"cpu_offload": True}, {"sharding": "NO_SHARD"}, {"sharding": "SHARD_GRAD_OP"}]
+    single = draw_on(build_for_drawing())
+    for found in (drawn for ranks in run_ranks(draw_on_shards, 3, configs) for drawn in ranks):
+        assert len(found) == len(single)
+        for ours, alone in zip(found, single, strict=True):
+            torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
+
+
+def draw_on_other_meshes(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw on a DTensor that no sharded model has, before and after a model is sharded."""
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+    drawn = []
+    for _ in range(2):
+        tensor = distribute_tensor(torch.zeros(4, 4), other, [Shard(0)])
+        torch.manual_seed(5)
+        drawn.append(tensor.normal_().to_local().clone())
+        mmfsdp.shard(build_for_drawing())
+    return drawn[0], drawn[1]
+
+
+def test_random_numbers_of_other_tensors_are_left_to_torch() -> None:
+    for before, after in run_ranks(draw_on_other_meshes, 2):
+        assert torch.equal(before, after)

@@ -30,6 +30,7 @@ from mmfsdp.runtime.second_order import RefuseSecondOrder
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_root
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe
+from mmfsdp.runtime.torch_fsdp2.random_numbers import draw_as_whole
 from mmfsdp.runtime.torch_fsdp2.state_dict_hooks import keep_state_dicts_pure
 from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.runtime.unit_parts import UnitParts
@@ -66,6 +67,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     if not state.is_fsdp1:
         for group in state.groups:
             keep_state_dicts_pure(group)
+        draw_as_whole(state.mesh)
         subscribe(RefuseSecondOrder(), state.groups)
         subscribe(ReduceAlways(module), state.groups)
         subscribe(state.copied_settings, state.groups)

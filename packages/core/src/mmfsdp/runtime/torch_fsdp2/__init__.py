@@ -13,5 +13,6 @@ for them when a process first shards a model.
 | `iterations` | the root, and what torch keeps between the forwards and backwards of a step |
 | `unit_hooks` | the hooks around a unit's forward |
 | `state_dict_hooks` | the hooks that free gathered copies for ``state_dict()`` |
+| `random_numbers` | how DTensor draws random numbers for shards in CPU memory |
 | `private_names` | whether this torch has the names that the others use |
 """

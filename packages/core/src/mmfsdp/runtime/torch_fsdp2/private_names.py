@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.torch_releases import ACCUMULATES_IN_GRAD, HAS_SEVERAL_GROUPS, RUNS_UNITS_IN_PARTS, torch_has
 from mmfsdp.basics.torch_version import NEWEST_TESTED_TORCH
@@ -58,6 +59,7 @@ _STATE = (
     "_comm_ctx",
 )
 _IN_PARTS = ("_modules_to_run_forward", "_pre_forward", "_post_forward", "_mp_policy")
+_DTENSOR = ("_op_dispatcher._custom_op_handlers",)
 _OWN_GRADIENTS = "torch.distributed.fsdp._fully_shard._fsdp_grad"
 """Where torch's main branch keeps `FSDPGrad`: gradients whose reading runs collectives."""
 
@@ -83,6 +85,7 @@ def check_private_names(module: FSDPModule) -> None:
 
 
 def _lacking(module: FSDPModule) -> Iterator[str]:
+    yield from _absent("DTensor", DTensor, _DTENSOR)
     state: Any = module._get_fsdp_state()
     yield from _absent("FSDPState", state, _STATE if torch_has(RUNS_UNITS_IN_PARTS) else _STATE + _IN_PARTS)
     groups = "_fsdp_param_groups" if torch_has(HAS_SEVERAL_GROUPS) else "_fsdp_param_group"
