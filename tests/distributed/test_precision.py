@@ -203,3 +203,107 @@ def test_reduce_dtype_is_always_said() -> None:
     for found in run_ranks(reduce_dtypes, 2):
         assert found[:3] == [("bfloat16", "bfloat16")] * 3
         assert found[3:] == [("torch.bfloat16", "torch.bfloat16")] * 3
+
+
+class Declaring(nn.Module):
+    """A model that declares which of its modules need float32, as those of transformers do."""
+
+    _keep_in_fp32_modules = ("wo",)
+    _keep_in_fp32_modules_strict = ("router.weight", "sinks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"wi": nn.Linear(4, 6), "wo": nn.Linear(6, 4), "router": nn.Linear(4, 4, bias=False)})
+            for _ in range(2)
+        )
+        self.sinks = nn.Parameter(torch.zeros(4))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            hidden = block["wi"](x)
+            x = block["router"](x + block["wo"](hidden.to(block["wo"].weight.dtype))).to(x.dtype)
+        return x + self.sinks
+
+
+def dtypes_of_declaring(rank: int, configs: list[dict[str, Any]]) -> list[set[tuple[str, torch.dtype]]]:
+    found = []
+    for config in configs:
+        model = Declaring()
+        seen: set[tuple[str, torch.dtype]] = set()
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                key = name.rpartition(".")[2]
+                module.register_forward_hook(lambda m, i, o, key=key, seen=seen: seen.add((key, m.weight.dtype)))
+        mmfsdp.shard(model, config)(torch.arange(8)).float().sum().backward()
+        found.append(seen)
+    return found
+
+
+def test_what_a_model_declares_to_need_float32_computes_in_it() -> None:
+    """transformers binds float16 by the one attribute, and bfloat16 too by the strict one."""
+    half, brain, full = torch.float16, torch.bfloat16, torch.float32
+    kept = {("wi", half), ("wo", full), ("router", full)}
+    cases: list[tuple[dict[str, Any], set[tuple[str, torch.dtype]]]] = [
+        ({"precision": "fp16"}, kept),
+        ({"precision": "fp16", "wrap": "Linear", "engine": "fsdp1"}, kept),
+        ({"precision": "fp16", "sharding": "NO_SHARD", "wrap": "none"}, kept),
+        ({"precision": "bf16"}, {("wi", brain), ("wo", brain), ("router", full)}),
+        ({"precision": "fp32"}, {("wi", full), ("wo", full), ("router", full)}),
+        (
+            {"precision": {"preset": "fp16", "overrides": [{"modules": "blocks.*.wo", "param_dtype": "float16"}]}},
+            {("wi", half), ("wo", half), ("router", full)},
+        ),
+    ]
+    for found in run_ranks(dtypes_of_declaring, 2, [config for config, _ in cases]):
+        assert found == [wanted for _, wanted in cases]
+    notes = [note for note in mmfsdp.plan(Declaring(), {"precision": "bf16"}, 2).notes if note.kind == "precision"]
+    assert [note.fqns for note in notes] == [("blocks.0.router", "blocks.1.router"), ()]
+    assert "declares float32 for 'sinks'" in notes[1].text
+
+
+class Timed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 2)
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
+        self.seen = timestep
+        return self.inner(timestep.to(self.inner.weight.dtype))
+
+
+def inputs_seen(rank: int, configs: list[dict[str, Any]]) -> list[float]:
+    found = []
+    for config in configs:
+        model: Any = Timed()
+        mmfsdp.shard(model, config)(torch.tensor([[999.0]]))
+        found.append(model.seen.item())
+    return found
+
+
+def notes_of(model: nn.Module, kind: str, config: dict[str, Any]) -> list[str]:
+    return [note.text for note in mmfsdp.plan(model, config, 2).notes if note.kind == kind]
+
+
+def test_the_plan_says_which_inputs_are_rounded_and_how_to_keep_them() -> None:
+    kept = {"preset": "bf16", "cast_root_forward_inputs": False}
+    configs = [{"precision": "bf16"}, {"precision": kept}, {"precision": kept, "engine": "fsdp1"}]
+    assert run_ranks(inputs_seen, 1, configs) == [[1000.0, 999.0, 999.0]]
+    rounded, exact, _ = (notes_of(Timed(), "precision", config) for config in configs)
+    assert ["cast_root_forward_inputs=False" in text for text in rounded] == [True]
+    assert exact == []
+
+
+def test_the_plan_says_that_low_weights_make_low_optimizer_states() -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    [note] = notes_of(model, "dtype", {"precision": "bf16"})
+    assert "precision.storage_dtype to 'float32'" in note
+    advised = {"precision": {"preset": "bf16", "storage_dtype": "float32"}}
+    assert notes_of(model, "dtype", advised) == []
+    assert {param.dtype for param in mmfsdp.plan(model, advised, 2).all_params()} == {"float32"}
+    assert notes_of(model, "dtype", {"precision": "bf16-pure"}) == []  # asked for
+    assert notes_of(model.requires_grad_(False), "dtype", {"precision": "bf16"}) == []  # no optimizer has it

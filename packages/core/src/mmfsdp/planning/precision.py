@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch.nn as nn
@@ -11,6 +11,7 @@ from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.config import PrecisionConfig
 from mmfsdp.config.precision import PrecisionOverride
 from mmfsdp.errors import PolicyError
+from mmfsdp.planning.kept_in_float32 import holds_kept, is_kept
 from mmfsdp.planning.patterns import match_classes, match_fqns
 from mmfsdp.planning.plan_records import UnitPrecision
 from mmfsdp.planning.policies import Match
@@ -70,6 +71,7 @@ def unit_precision(
     config: PrecisionConfig,
     full: Mapping[type, str] | None,
     overrides: Mapping[str, PrecisionOverride],
+    kept: Set[str] = frozenset(),
 ) -> UnitPrecision:
     """Return the dtypes of one unit.
 
@@ -78,6 +80,7 @@ def unit_precision(
         config: The model-wide settings.
         full: Classes that stay in full precision.
         overrides: FQN to override.
+        kept: FQNs of modules that the model declares to need float32.
 
     Raises:
         PolicyError: The policy gave the module an unknown setting of mixed precision.
@@ -87,7 +90,11 @@ def unit_precision(
             param_dtype=config.param_dtype,
             reduce_dtype=config.reduce_dtype,
             output_dtype=config.output_dtype,
-            cast_forward_inputs=config.cast_forward_inputs or bool(config.cast_root_forward_inputs),
+            cast_forward_inputs=(
+                config.cast_forward_inputs
+                if config.cast_root_forward_inputs is None
+                else config.cast_root_forward_inputs
+            ),
         )
     if "mixed_precision" in match.settings:
         return _from_torch(match.settings["mixed_precision"], match.fqn)
@@ -99,10 +106,13 @@ def unit_precision(
             cast_forward_inputs=override.cast_forward_inputs,
             full_precision=override.param_dtype in (None, "float32"),
         )
-    if full is not None and type(match.module) in full:
+    if (full is not None and type(match.module) in full) or is_kept(match.fqn, kept):
         return UnitPrecision(cast_forward_inputs=False, full_precision=True)
     return UnitPrecision(
-        param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype, cast_forward_inputs=config.cast_forward_inputs
+        param_dtype=config.param_dtype,
+        reduce_dtype=config.reduce_dtype,
+        # What kept modules add to is float32, and may be too large for float16. Layers cast it where they need to.
+        cast_forward_inputs=config.cast_forward_inputs and not holds_kept(match.fqn, kept),
     )
 
 

@@ -19,12 +19,14 @@ from mmfsdp.planning.checks import check_dense, check_forward_methods, check_res
 from mmfsdp.planning.compiling import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
+from mmfsdp.planning.kept_in_float32 import kept_in_float32
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
 from mmfsdp.planning.optimizing import optimizer_plan
 from mmfsdp.planning.plan_records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.policies import Match, resolve_policy
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
+from mmfsdp.planning.precision_notes import low_weights_notes, rounded_input_notes
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import draft_units, has_forward
 
@@ -91,7 +93,12 @@ def plan(
     if wanted == "auto" or isinstance(wanted, AutoWrap):
         chosen = [match for match in matches if match.reason.startswith("auto: ")]
         notes.append(explain([(match.fqn, type(match.module).__name__, match.reason) for match in chosen]))
+    chosen_dtypes = {*overrides, *(match.fqn for match in matches if "mixed_precision" in match.settings)}
+    kept, kept_notes = kept_in_float32(model, config.precision, chosen_dtypes)
+    notes += kept_notes
     matches = _with_overrides(model, matches, overrides)
+    matches = [*(match for match in kept if match.fqn not in {found.fqn for found in matches}), *matches]
+    kept_fqns = {match.fqn for match in kept}
     drafts, unit_notes = draft_units(
         model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"
     )
@@ -106,7 +113,7 @@ def plan(
             params=tuple(entries[param] for param in draft.params),
             reshard_after_forward=unit_reshard(draft.matches[0], default_reshard, replicated=engine == "replicate"),
             precision=unit_precision(
-                draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides
+                draft.matches[0] if draft.fqns != ("",) else None, config.precision, full, overrides, kept_fqns
             ),
             forward_methods=tuple(
                 name
@@ -120,6 +127,7 @@ def plan(
     check_units(units, engine, config)
     check_reshard(units, spec)
     check_forward_methods(config, units)
+    notes += [*low_weights_notes(entries.values(), config.precision), *rounded_input_notes(model, units)]
     activations = activation_plan(model, config.activation_checkpointing, units, check_fn)
     if activations is not None:
         notes += _cache_notes(model)

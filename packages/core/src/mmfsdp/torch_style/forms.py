@@ -72,6 +72,8 @@ def precision(value: Any) -> Any:
         # torch casts the root's inputs by a setting of its own; without it there is nothing left to cast inside.
         root = fields.setdefault("cast_root_forward_inputs", True)
         fields.setdefault("cast_forward_inputs", root)
+    if fields.get("cast_forward_inputs"):
+        fields.pop("cast_root_forward_inputs", None)  # torch then casts the root's inputs, whatever it says
     if ignored is not None:
         is_many = isinstance(ignored, Iterable) and not isinstance(ignored, str | type)
         fields["ignore_classes"] = [_name(cls) for cls in ignored] if is_many else ignored
