@@ -58,6 +58,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("chunks", "damage"),
     ("failed_downloads",),
     ("entries", "integrity", "remote"),
+    ("left_empty",),
     ("layout",),
     ("geometry", "manifest", "pickles"),
     ("manifest_search", "tree"),

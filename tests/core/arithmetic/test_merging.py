@@ -13,10 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmfsdp.checkpoint import convert, merge_lora
+from mmfsdp.checkpoint import average_checkpoints, convert, merge_lora, verify
 from mmfsdp.checkpoint.arithmetic import module_patterns
 from mmfsdp.checkpoint.arithmetic.module_patterns import of_modules
-from mmfsdp.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FormatError
+from mmfsdp.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+)
 
 pytest.importorskip("numpy")
 
@@ -168,11 +174,89 @@ def test_a_head_that_no_file_holds(tmp_path: Path) -> None:
         if not tied:
             merge_lora(tmp_path / "base", folder, tmp_path / "replaced.safetensors")
             continue
-        with pytest.raises(ConfigError, match=r"replaces 'model\.embed_tokens\.weight', and config\.json of base ties"):
+        with pytest.raises(ConfigError, match=r"replaces 'model\.embed_tokens\.weight', and the model of base ties"):
             merge_lora(tmp_path / "base", folder, tmp_path / "replaced.safetensors")
         head = {"base_model.model.lm_head.weight": embedding + 1, f"{module}.weight": (embedding + 1).clone()}
         save_file({**head, **always}, folder / "adapter_model.safetensors")  # as with ensure_weight_tying
         merge_lora(tmp_path / "base", folder, tmp_path / "both.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, True),  # transformers 4 did not write what is a class's default
+        ({"architectures": ["GPT2LMHeadModel"], "tie_word_embeddings": False}, False),
+        ({"architectures": ["GPT2ForSequenceClassification"], "tie_word_embeddings": True}, False),
+        ({"architectures": ["LlavaForConditionalGeneration"], "text_config": {"tie_word_embeddings": True}}, True),
+        ({"architectures": ["LlavaForConditionalGeneration"], "text_config": {"tie_word_embeddings": False}}, False),
+        ({"architectures": ["BertModel"]}, False),
+    ],
+)
+def test_a_head_that_the_config_ties_without_saying_so(config: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    (base := tmp_path / "base").mkdir()
+    (folder := tmp_path / "adapter").mkdir()
+    save_file({"transformer.wte.weight": torch.randn(6, 4), "q.weight": torch.randn(4, 4)}, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    factors = {
+        "base_model.model.q.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.q.lora_B.weight": torch.ones(4, 2),
+    }
+    replaced = {"base_model.model.transformer.wte.weight": torch.zeros(6, 4)}
+    save_file({**factors, **replaced}, folder / "adapter_model.safetensors")
+    if tied:
+        with pytest.raises(ConfigError, match=r"the model of base ties the head to it: no file holds a head"):
+            merge_lora(base, folder, tmp_path / "out.safetensors")
+    else:
+        merge_lora(base, folder, tmp_path / "out.safetensors")
+    head = {"lm_head.lora_A.weight": torch.ones(2, 4), "lm_head.lora_B.weight": torch.ones(6, 2)}
+    save_file(
+        {**factors, **{f"base_model.model.{k}": v for k, v in head.items()}}, folder / "adapter_model.safetensors"
+    )
+    with pytest.raises(ConfigError, match="Untie the base first" if tied else "it has no 'lm_head.weight'"):
+        merge_lora(base, folder, tmp_path / "head.safetensors")
+
+
+def test_weights_that_zero_3_left_empty(tmp_path: Path) -> None:
+    base = load_file(GOLDEN / "plain" / "base.safetensors")
+    save_file({**base, "embed.weight": torch.empty(0)}, tmp_path / "base.safetensors")
+    for write in (
+        lambda: convert(tmp_path / "base.safetensors", tmp_path / "out.pth"),
+        lambda: merge_lora(tmp_path / "base.safetensors", GOLDEN / "rslora", tmp_path / "out.pth"),
+        lambda: average_checkpoints([tmp_path / "base.safetensors"] * 2, tmp_path / "out.pth"),
+    ):
+        with pytest.raises((IncompleteCheckpointError, ConfigError), match=r"embed.*(shape \[0\]|has \[0\])"):
+            write()
+    assert [
+        problem for problem in verify(tmp_path / "base.safetensors").problems if "'embed.weight'" in problem.message
+    ]
+    convert(tmp_path / "base.safetensors", tmp_path / "rest.pth", exclude=["embed.weight"])
+    folder = adapter("plain", tmp_path)
+    held = load_file(folder / "adapter_model.safetensors")
+    save_file({**held, "base_model.model.embed.weight": torch.empty(0)}, folder / "adapter_model.safetensors")
+    with pytest.raises(IncompleteCheckpointError, match=r"holds 'base_model.model.embed.weight' of shape \[0\]"):
+        merge_lora(GOLDEN / "plain" / "base.safetensors", folder, tmp_path / "merged.safetensors")
+
+
+def test_names_of_a_wrapped_model(tmp_path: Path) -> None:
+    folder = adapter("plain", tmp_path)
+    held = load_file(folder / "adapter_model.safetensors")
+
+    def raw(name: str, own: str = "default") -> str:
+        name = re.sub(r"\.lora_((?:embedding_)?[AB])", rf".lora_\1.{own}", name)
+        return name.replace("base_model.model.", "_orig_mod.base_model.model._checkpoint_wrapped_module.")
+
+    head = {"base_model.model.head.original_module.weight": torch.zeros(1, 1)}
+    whole = {re.sub(r"head\.(weight|bias)$", r"head.modules_to_save.default.\1", name): name for name in held}
+    save_file({**{raw(new): held[name] for new, name in whole.items()}, **head}, folder / "adapter_model.safetensors")
+    merge_lora(GOLDEN / "plain" / "base.safetensors", folder, tmp_path / "out.safetensors")
+    found, merged = load_file(tmp_path / "out.safetensors"), load_file(GOLDEN / "plain" / "merged.safetensors")
+    assert {*found} == {*merged}
+    assert all(torch.equal(found[name], merged[name].float()) for name in merged)
+    two = {raw(name, "default" if "lora_A" in name else "other"): tensor for name, tensor in held.items()}
+    save_file(two, folder / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match="factors of several adapters: 'default', 'other'"):
+        merge_lora(GOLDEN / "plain" / "base.safetensors", folder, tmp_path / "two.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["flat", "nested"])

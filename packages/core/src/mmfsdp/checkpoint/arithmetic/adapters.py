@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import part_tensors
-from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
+from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
 __all__ = ["Adapter", "read_adapter"]
 
@@ -24,6 +25,10 @@ _CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 _LIMIT = 1 << 20  # bytes of a config
+# What torch.compile, recomputation and FSDP1 put into the names of a model that they wrap.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+# What peft puts between a module and its weights; its save_pretrained() leaves out the adapter's name.
+_PEFT_STEPS = re.compile(r"\.base_layer\.|\.modules_to_save\.[^.]+\.")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         ConfigError: The path is empty.
         FormatError: It is an adapter of another method than LoRA, or of a variant that cannot be merged here.
         CorruptCheckpointError: The files contradict each other.
+        IncompleteCheckpointError: A tensor has no element.
     """
     refuse_empty(path)
     folder = Path(path)
@@ -75,14 +81,25 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     table = FactorTable(file, "peft")
     replaced: dict[str, TensorEntry] = {}
     for stored, entry in part_tensors(layout, "model").items():
-        name = stored.removeprefix(_PREFIX)
-        if not table.take(name, entry, stored):
-            replaced[name.replace(".base_layer.", ".")] = entry
+        _refuse_empty_tensor(stored, entry, file)
+        name = _WRAPPERS.sub("", stored).removeprefix(_PREFIX)
+        if ".original_module." not in name and not table.take(name, entry, stored):
+            replaced[_PEFT_STEPS.sub(".", name)] = entry
     factors = table.factors(settings, config)
     if not factors and not replaced:
         raise FormatError(f"{file.name} holds no tensor of an adapter.", file=str(file))
     name = str(settings.get("base_model_name_or_path") or "")
     return Adapter(layout, config, name, factors, replaced, trained_modules(settings))
+
+
+def _refuse_empty_tensor(name: str, entry: TensorEntry, file: Path) -> None:
+    if 0 in entry.shape:
+        raise IncompleteCheckpointError(
+            f"{file.name} holds {name!r} of shape {[*entry.shape]}, which has no element: ZeRO-3 keeps a parameter so "
+            "on each rank, and the adapter was saved without gathering it. Save it again with "
+            "stage3_gather_16bit_weights_on_model_save, or within deepspeed.zero.GatheredParameters.",
+            file=str(file),
+        )
 
 
 def _settings(config: Path) -> dict[str, Any]:

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.module_patterns import of_modules
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
 __all__ = ["FactorTable", "Factors", "check_settings", "trained_modules"]
 
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
+# A state dict that was not saved by peft's save_pretrained has the adapter's own name in each: `lora_A.default.weight`.
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!weight$)[^.]+))?(\.weight)?"
+)
 
 # Settings that change what is added to the weights, and what peft calls them.
 _OTHER_METHODS = {
@@ -65,6 +69,7 @@ class FactorTable:
         self._file, self._library = file, library
         self._found: dict[str, dict[str, TensorEntry]] = {}
         self._embeddings: set[str] = set()
+        self._adapters: set[str | None] = set()
 
     def take(self, name: str, entry: TensorEntry, stored: str) -> bool:
         """Note a tensor if it is a factor, and tell whether it is one.
@@ -92,6 +97,13 @@ class FactorTable:
             )
         if match is None:
             return False
+        self._adapters.add(match["adapter"])
+        if len(self._adapters) > 1:
+            raise FormatError(
+                f"{self._file.name} holds factors of several adapters: {name_list(sorted(map(str, self._adapters)))}. "
+                "Save the one to merge with save_pretrained(path, selected_adapters=[name]).",
+                file=str(self._file),
+            )
         sides = self._found.setdefault(match["module"], {})
         if match["side"] in sides:
             raise CorruptCheckpointError(

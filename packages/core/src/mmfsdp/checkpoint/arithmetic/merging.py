@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
-from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head
+from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head, is_head
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorRef
@@ -180,9 +180,9 @@ def _with_missing_head(base: Layout, names: Mapping[str, str], adapter: Adapter,
     replaced = [prefix + name for name in adapter.replaced if prefix + name not in merged]
     if (name := also_the_head(folder, kept, replaced)) is not None:
         raise ConfigError(
-            f"The adapter replaces {name!r}, and {CONFIG} of {folder.name} ties the head to it, which the adapter was "
-            "trained with as it is in the base: merged, the two differ. Merge it with peft, which unties them, or "
-            "train with ensure_weight_tying=True.",
+            f"The adapter replaces {name!r}, and the model of {folder.name} ties the head to it: no file holds a head, "
+            f"and {CONFIG} does not rule it out. The adapter was trained with the head as it is in the base: merged, "
+            "the two differ. Merge it with peft, which unties them, or train with ensure_weight_tying=True.",
             file=str(folder / CONFIG),
         )
     return also_the_head(folder, kept, merged)
@@ -211,6 +211,7 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
     missing = [name for name in wanted if prefix + name not in names]
     if not missing:
         return
+    _refuse_factors_of_a_tied_head(base, names, adapter, prefix, missing)
     problems = [f"it has no {prefix + name!r}" for name in missing[:5]]
     if len(missing) > 5:
         problems.append(f"and {len(missing) - 5} more are missing")
@@ -220,6 +221,24 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
     if longer := common_prefix(wanted, {name.removeprefix(prefix) for name in names}):
         hint = f" Without {longer!r} they are there: convert the base with rename {{'^': {longer!r}}} first."
     raise _another_base(base, adapter, problems, hint)
+
+
+def _refuse_factors_of_a_tied_head(
+    base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str, missing: Iterable[str]
+) -> None:
+    """Raise a ``ConfigError`` if the adapter changes a head that the base has only as its embedding."""
+    head = next((prefix + name for name in missing if is_head(prefix + name)), None)
+    first = None if head is None else also_the_head(_folder(base), names, names)
+    if first is None:
+        return
+    raise ConfigError(
+        f"The adapter changes {head!r}, which {base.path.name} holds only as {first!r}, to which its model ties it: "
+        "merged, the two differ, and one tensor cannot be both. Untie the base first, in transformers: set "
+        "model.config.tie_word_embeddings = False, give the head a copy (model.lm_head.weight = "
+        "torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())) and save_pretrained() it to another "
+        "folder; then merge into that.",
+        file=str(adapter.layout.path),
+    )
 
 
 def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:

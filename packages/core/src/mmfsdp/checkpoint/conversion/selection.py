@@ -25,6 +25,7 @@ from mmfsdp.checkpoint.formats.registry import format_named
 from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
+from mmfsdp.checkpoint.left_empty import refuse_left_empty
 from mmfsdp.checkpoint.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError
@@ -91,6 +92,7 @@ def intended(
         layout, selection = _with_weights(layout, selection, made, target.name)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}
+    refuse_left_empty(stored, layout.path)
     if target.tensors_only and not stored and layout.tensors:
         raise ConfigError(
             f"keep={keep!r} holds no tensor, and a {target.name} file holds nothing else. Write a .pth file, or keep "

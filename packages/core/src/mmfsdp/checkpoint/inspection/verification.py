@@ -21,6 +21,7 @@ from mmfsdp.checkpoint.formats.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
+from mmfsdp.checkpoint.left_empty import refuse_left_empty
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
 from mmfsdp.errors import (
     CheckpointError,
@@ -200,6 +201,10 @@ def _located(layout: Layout, problems: list[Problem]) -> Layout:
             raise
         except CheckpointError as error:
             problems.append(_problem(error))
+    try:
+        refuse_left_empty(found, layout.path)
+    except CheckpointError as error:
+        problems.append(_problem(error))
     return replace(layout, tensors=found)
 
 

@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["Ties", "also_the_head", "check_names", "own_weights", "without_ties"]
+__all__ = ["Ties", "also_the_head", "check_names", "is_head", "own_weights", "without_ties"]
 
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]|lora_embedding_[AB])\.")
 # In the order in which transformers and diffusers prefer them.
@@ -36,6 +36,8 @@ _TIES = (
     (r"(.*\.)?(lm_head|(cls\.)?predictions)\.decoder\.bias", r"(.*\.)?(lm_head|predictions)\.bias"),
     (r"(.*\.)?(encoder|decoder)\.embed_tokens\.weight", r"(.*\.)?shared\.weight"),
 )
+# The classes of transformers that end in a head over the vocabulary.
+_WITH_HEAD = "LMHead|CausalLM|Conditional(Generation|Generator)|MaskedLM|ForPreTraining|ImageTextToText|Seq2Seq"
 
 
 def own_weights(folder: Path, opened: Callable[[Path], Layout]) -> Mapping[str, TensorEntry]:
@@ -138,6 +140,11 @@ class Ties:
             )
 
 
+def is_head(name: str) -> bool:
+    """Tell whether a weight has the name of a head that a model may tie to its embedding."""
+    return re.fullmatch(_TIES[0][0], name) is not None
+
+
 def also_the_head(folder: Path, names: Collection[str], changed: Iterable[str]) -> str | None:
     """Return a weight that changes and that the model of a folder uses as its head, too, as no file holds one.
 
@@ -149,8 +156,22 @@ def also_the_head(folder: Path, names: Collection[str], changed: Iterable[str]) 
     head, inputs = _TIES[0]
     if any(re.fullmatch(head, name) for name in names) or not (folder / CONFIG).is_file():
         return None
-    tied = read_config(folder).get("tie_word_embeddings") is True
-    return next((name for name in changed if tied and re.fullmatch(inputs, name)), None)
+    if not _has_tied_head(read_config(folder)):
+        return None
+    return next((name for name in changed if re.fullmatch(inputs, name)), None)
+
+
+def _has_tied_head(config: Mapping[str, object]) -> bool:
+    """Tell whether a model whose files hold no head uses its embedding as one, by its config.
+
+    A config need not state it: transformers 4 left out what is the default of a class, such as GPT-2's.
+    """
+    nested = [value.get("tie_word_embeddings") for value in config.values() if isinstance(value, Mapping)]
+    stated = next((value for value in (config.get("tie_word_embeddings"), *nested) if isinstance(value, bool)), None)
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures:  # a bare encoder, or a classifier, has no such head
+        return stated is not False and any(re.search(_WITH_HEAD, str(name)) for name in architectures)
+    return stated is True
 
 
 def check_names(

@@ -1,0 +1,37 @@
+"""Finds weights that ZeRO-3 left empty because a model was saved without gathering them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmfsdp.basics.text import name_list
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.errors import IncompleteCheckpointError
+
+__all__ = ["left_empty", "refuse_left_empty"]
+
+
+def left_empty(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Return the names of weights of shape (0,), which no layer has."""
+    return [name for name, entry in tensors.items() if entry.shape == (0,) and name.rpartition(".")[2] == "weight"]
+
+
+def refuse_left_empty(tensors: Mapping[str, TensorEntry], file: Any) -> None:
+    """Check that no weight was left empty.
+
+    Args:
+        tensors: The weights by name.
+        file: Where they lie, for the message.
+
+    Raises:
+        IncompleteCheckpointError: One was.
+    """
+    if names := left_empty(tensors):
+        raise IncompleteCheckpointError(
+            f"{name_list(names, 5)} {'has' if len(names) == 1 else 'have'} the shape [0], so the weights are not "
+            "here: ZeRO-3 keeps a parameter so on each rank, and the model was saved without gathering it. Save it "
+            "again with stage3_gather_16bit_weights_on_model_save, or convert the ZeRO checkpoint itself. What is not "
+            "needed can be left out with 'exclude'.",
+            file=str(file),
+        )
