@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +212,48 @@ def test_sharded_state_dicts_are_torchs_own_to_read(case: str, tmp_path: Any) ->
     target = {"model": build(seed=9).state_dict()}
     dcp.load(target, checkpoint_id=str(tmp_path), no_dist=True)
     assert equal(target["model"], torch.load(tmp_path / "full.pth"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def resume_shared(rank: int, folder: str) -> None:
+    """Train a model in which a unit is registered twice, save, train on, and do so again from the checkpoint."""
+
+    def build(seed: int, use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        block = Block()
+        model: nn.Module = nn.Sequential(block, Block(), block, nn.Linear(8, 4))
+        sharding = {"use_orig_params": use_orig_params}
+        model = mmfsdp.shard(model, wrap="Block", engine="fsdp1", sharding=sharding)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        for step in range(2):
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return mmfsdp.model_state_dict(model, rank0_only=False)
+
+    for use_orig_params in (True, False):
+        for kind in ("full", "local", "sharded"):
+            path = f"{folder}/{use_orig_params}_{kind}" + (".pth" if kind == "full" else "")
+            model, optimizer = build(0, use_orig_params)
+            train(model, optimizer)
+            mmfsdp.save_checkpoint(path, model, optimizer, kind=kind)  # type: ignore[arg-type]
+            expected = train(model, optimizer)
+            assert expected["2.first.weight"].shape == (16, 8)
+            model, optimizer = build(1, use_orig_params)
+            mmfsdp.load_checkpoint(path, model, optimizer)
+            torch.testing.assert_close(train(model, optimizer), expected, rtol=0, atol=0)
+
+
+def test_a_unit_that_is_registered_twice_resumes_with_flat_parameters(tmp_path: Path) -> None:
+    run_ranks(resume_shared, 2, str(tmp_path))

@@ -228,7 +228,7 @@ def _check_seen(name: str, reference: weakref.ref[FullyShardedDataParallel], _: 
 def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:
     """Return this rank's pieces by FQN, under tied names too. Not collective. Nothing may be gathered."""
     pieces: dict[str, FlatPiece] = {}
-    for start, unit in _units(module):
+    for start, unit in _units(module, repeat=True):
         flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
         shard = getattr(flat, "_local_shard", flat).detach()
         for place, (fqn, where) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
@@ -261,8 +261,13 @@ def flat_param_names(module: nn.Module) -> Iterator[tuple[Any, str, list[tuple[s
         yield flat, "" if unit._use_orig_params else f"{start}_flat_param", pieces
 
 
-def _units(module: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    """Yield the units that hold a flat parameter, with the clean prefix of their parameters' names."""
-    for prefix, unit in module.named_modules():
+def _units(module: nn.Module, *, repeat: bool = False) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """Yield the units that hold a flat parameter, with the clean prefix of their parameters' names.
+
+    Args:
+        module: The sharded root.
+        repeat: Yield a unit under each of its names.
+    """
+    for prefix, unit in module.named_modules(remove_duplicate=not repeat):
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
             yield clean_fqn(f"{prefix}.") if prefix else "", unit

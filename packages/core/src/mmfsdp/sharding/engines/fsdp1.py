@@ -88,7 +88,7 @@ def wrap_units(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, prepare: Pre
         for parent in list(model.modules()):
             if parent is wrapped:
                 continue
-            for name, child in list(parent.named_children()):
+            for name, child in list(parent._modules.items()):  # also where it is registered a second time
                 if child is module and not isinstance(parent, FullyShardedDataParallel):
                     setattr(parent, name, wrapped)
 
