@@ -402,6 +402,7 @@ OF_TORCH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # torch 2.9, of its own default
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_activation_checkpointing_takes_what_torch_takes(name: str) -> None:
     """MMEngine's documentation says that other fields are passed on to apply_activation_checkpointing."""
