@@ -56,10 +56,9 @@ MOST_SUBPACKAGES = 16
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("chunks", "damage"),
-    ("failed_downloads",),
-    ("entries", "integrity", "remote"),
-    ("left_empty",),
-    ("layout",),
+    ("failed_downloads", "integrity", "remote"),
+    ("entries",),
+    ("layout", "left_empty"),
     ("geometry", "manifest", "pickles"),
     ("manifest_search", "tree"),
     ("files", "state_keys"),

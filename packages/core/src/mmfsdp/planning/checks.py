@@ -38,7 +38,7 @@ def check_unsharded(model: nn.Module) -> None:
                 "model; a model is sharded once, with all its units.",
                 fqn=fqn,
             )
-    if type(model).forward is nn.Module.forward:
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
         raise PlanError(
             f"The model is a {type(model).__name__}, which has no forward(), so nothing would gather its parameters. "
             "Put it into a module whose forward() calls what it holds, and shard that; or shard each module that it "
