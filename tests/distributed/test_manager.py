@@ -678,3 +678,49 @@ def test_an_error_in_the_loop_frees_the_directory(tmp_path: Path, caplog: pytest
             assert manager.resume() == 1
         assert time.monotonic() - begun < 30
     assert "which has done 1 steps" in caplog.text
+
+
+class Normed(nn.Module):
+    """Batch norm, a buffer that is not saved, and an output that depends on the running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.inner(x))
+        return self.head(hidden + self.norm.running_mean + self.norm.running_var)
+
+
+def train_normed(rank: int, folder: str | None, end: int, config: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = mmfsdp.shard(Normed(), config)
+    optimizer, begin = torch.optim.AdamW(model.parameters(), lr=1e-2), 0
+    manager = None if folder is None else mmfsdp.CheckpointManager(folder, model, optimizer, every_steps=2, kind=kind)
+    if manager is not None:
+        begin = manager.resume() or 0
+    for step in range(begin, end):
+        torch.manual_seed(100 * step + rank)
+        F.mse_loss(model(torch.randn(4, 6) + rank), torch.ones(4, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if manager is not None:
+            manager.step(step + 1)
+    if manager is not None:
+        manager.close()
+    return {**mmfsdp.model_state_dict(model, rank0_only=False), "mine": model.norm.running_mean.clone()}
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_buffers_that_differ_between_ranks_continue_on_each(engine: str, tmp_path: Path) -> None:
+    """A checkpoint holds the first rank's buffers; the others would go on with them."""
+    cases = [("sharded", False), ("full", False), ("sharded", True)]
+    for number, (kind, broadcast) in enumerate(cases):
+        config = {"engine": engine, "sharding": {"broadcast_buffers": broadcast}}
+        whole = run_ranks(train_normed, 2, None, 4, config, kind)
+        assert torch.equal(whole[0]["mine"], whole[1]["mine"]) is False  # after the forward
+        for end in (2, 4):
+            resumed = run_ranks(train_normed, 2, str(tmp_path / str(number)), end, config, kind)
+        for ours, wanted in zip(resumed, whole, strict=True):
+            assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == [], (kind, broadcast)

@@ -71,6 +71,9 @@ class ShardingConfig(ConfigModel):
     """FQN patterns of parameters that stay whole on every rank; their gradients are averaged over ranks."""
     forward_methods: Names = ()
     """Methods of shard units, besides ``forward``, that are called from outside and read weights themselves."""
+    broadcast_buffers: bool = False
+    """Give all ranks the first rank's buffers before each training forward, as DistributedDataParallel does: one
+    broadcast. ``False``: each rank keeps what its own batches write, such as running statistics."""
     limit_all_gathers: bool = True
     """Accepted for compatibility with FSDP1: all-gathers are always limited."""
 

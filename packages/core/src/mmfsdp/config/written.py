@@ -70,6 +70,7 @@ class ShardingSettings(TypedDict, total=False):
     ignored_modules: AnyNames
     ignored_parameters: AnyNames
     forward_methods: AnyNames
+    broadcast_buffers: bool
     limit_all_gathers: bool
 
 

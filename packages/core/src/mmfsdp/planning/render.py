@@ -166,6 +166,7 @@ def _head(plan: ShardPlan) -> str:
         str(plan.mesh),
         f"device {plan.device}",
         *(["parameters on CPU"] if plan.cpu_offload else []),
+        *(["buffers broadcast"] if plan.broadcast_buffers else []),
         *(["buffers " + plan.buffer_dtype] if plan.buffer_dtype else []),
     ]
     return "ShardPlan: " + ", ".join(extras)

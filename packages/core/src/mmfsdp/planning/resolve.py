@@ -142,6 +142,7 @@ def plan(
         units=units,
         ignored_params=tuple(entries[id(param)] for param in ignored.params),
         buffers=_buffer_entries(model),
+        broadcast_buffers=config.sharding.broadcast_buffers,
         buffer_dtype=config.precision.buffer_dtype,
         storage_dtype=config.precision.storage_dtype,
         use_orig_params=config.sharding.use_orig_params,

@@ -41,6 +41,8 @@ class ShardPlan(Record):
     ignored_params: tuple[ParamEntry, ...] = ()
     """Held whole on every rank; gradients are averaged over ranks."""
     buffers: tuple[BufferEntry, ...] = ()
+    broadcast_buffers: bool = False
+    """Whether all ranks get the first rank's buffers before each training forward."""
     buffer_dtype: str | None = None
     storage_dtype: str | None = None
     use_orig_params: bool = True

@@ -118,7 +118,7 @@ class CheckpointManager:
         listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}
         named |= {} if scaler is None else {"scaler": scaler}
-        states = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals, optimizer)
+        states = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals, optimizer, model)
         given = {**vars(settings), "state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
         check_same_arguments(scope, "CheckpointManager()", given)
         self.directory = place(same_path(directory, scope))

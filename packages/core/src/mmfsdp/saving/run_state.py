@@ -23,6 +23,7 @@ from mmfsdp.errors import ConfigError, FormatError, RunDirectoryError, StateDict
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.content import restricted_load
 from mmfsdp.saving.random_states import random_state, restore_random_state
+from mmfsdp.saving.rank_buffers import persistent_buffers, restore_buffers
 from mmfsdp.saving.rank_rows import own_row, row_box, rows_of_ranks
 from mmfsdp.saving.reading import read_now
 from mmfsdp.saving.skeletons import bytes_of
@@ -62,6 +63,8 @@ class RunState:
     """Classes that states may hold besides plain data."""
     optimizer: Optimizer | None = None
     """The optimizer, whose state is saved elsewhere."""
+    model: nn.Module | None = None
+    """The sharded model, whose weights are saved elsewhere; of its buffers only those of the first rank are."""
     _checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +112,9 @@ class RunState:
             "by_rank": {name: rows(_saved(state)) for name, state in by_rank.items()},
             "random": rows(random_state(self.mesh.device_type)),
         }
+        buffers = {} if self.model is None or scope.size == 1 else persistent_buffers(self.model)
+        if buffers and not all_equal(scope, _digest(buffers)):
+            run["buffers"] = rows(_saved({name: buffer.cpu() for name, buffer in buffers.items()}))
         if self.averaged is None:
             return {"run": run}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
@@ -196,7 +202,9 @@ class RunState:
         if self.averaged is not None:
             load_model_state_dict(self.averaged, rest["averaged"])
         on_as_many = run["ranks"] == scope.size
+        buffers = run.get("buffers") if self.model is not None else None
         rows = [*run["by_rank"].values(), run["random"]] if on_as_many else []
+        rows += [buffers] if on_as_many and buffers is not None else []
         locate([(tensor, row_box(tensor, scope.place)) for tensor in rows], scope)
 
         def own_part() -> None:
@@ -208,7 +216,16 @@ class RunState:
                 item.load_state_dict(state)
             if on_as_many:
                 restore_random_state(own_row(run["random"], scope.place), self.mesh.device_type)
+                if self.model is not None and buffers is not None:
+                    restore_buffers(self.model, _loaded(own_row(buffers, scope.place), "buffers", self.safe_globals))
             elif scope.is_first:
+                if buffers is not None:
+                    _log.warning(
+                        "Buffers differed between the %d ranks that saved the checkpoint. On %d ranks all begin with "
+                        "those of the first; sharding.broadcast_buffers=True keeps them equal.",
+                        run["ranks"],
+                        scope.size,
+                    )
                 _log.warning(
                     "The random numbers of each rank continue only on as many ranks as saved them: %d, not %d. They "
                     "keep the states that this program gave them.",

@@ -21,6 +21,7 @@ from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.averaged_parts import average_on_shards
+from mmfsdp.runtime.buffers import keep_buffers_alike
 from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks, route_calls
 from mmfsdp.runtime.kept_params import named_references, replace_kept
@@ -242,6 +243,8 @@ def _finished(
     if state.groups or state.is_fsdp1:
         average_on_shards(sharded)
         leave_weights_in_place(sharded)
+    if plan.broadcast_buffers and plan.mesh.world_size > 1 and plan.buffers:
+        keep_buffers_alike(sharded)
     return state
 
 
