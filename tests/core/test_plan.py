@@ -584,7 +584,14 @@ class TestEngine:
             "precision": "fp16",
         }
         result = plan(Net(), config, 2)
-        assert [note.kind for note in result.notes] == ["engine", "prefetch", "prefetch", "precision", "wrap"]
+        assert [note.kind for note in result.notes] == [
+            "engine",
+            "prefetch",
+            "prefetch",
+            "precision",
+            "wrap",
+            "buffers",
+        ]
         assert result.needs_grad_scaler
         assert not plan(Net(), {"precision": "bf16"}, 2).needs_grad_scaler
 
@@ -982,7 +989,7 @@ class TestText:
         result = plan(Net(), {**MLPS, "sharding": {"ignored_modules": "head"}}, 2)
         assert "    └── {0..1} (2 ×)  [Mlp, 304 B, 152 B/rank]" in result.tree().splitlines()
         lines = result.tree(every_unit=True).splitlines()
-        assert lines[2:] == [
+        assert lines[2:-1] == [
             "(root)  [Net, 96 B, 48 B/rank]",
             "└── blocks",
             "    ├── 0  [Mlp, 304 B, 152 B/rank]",
@@ -990,6 +997,12 @@ class TestText:
             "",
             "3 shard units, 201 parameters, 804 B; per rank of 2: 452 B; 2 parameters held whole",
         ]
+        assert lines[-1].startswith("note (buffers): 'norm.running_mean': training writes these buffers")
+
+    def test_buffers_that_training_writes_are_named_where_ranks_differ(self) -> None:
+        for config, ranks, expected in (({}, 2, True), ({}, 1, False), ({"broadcast_buffers": True}, 2, False)):
+            notes = plan(Net(), {"sharding": {"broadcast_buffers": False, **config}}, ranks).notes
+            assert [note.fqns for note in notes if note.kind == "buffers"] == [("norm.running_mean",)] * expected
 
     def test_diff(self) -> None:
         old = plan(Net(), MLPS, 2)

@@ -30,7 +30,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 def test_equal_runs(runs: tuple[Path, Path]) -> None:
     result = invoke("compare", runs[0], runs[0], "--perturbed", runs[0])
     assert result.exit_code == 0
-    assert result.output.startswith("Equal: 15 tensors of 1 step, 1 and 1 ranks.")
+    assert result.output.startswith("Equal: 23 tensors of 1 step, 1 and 1 ranks.")
 
 
 def test_different_runs(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_it_needs_no_torch(runs: tuple[Path, Path], tmp_path: Path) -> None:
 def test_json(runs: tuple[Path, Path]) -> None:
     result = invoke("compare", *runs, "--json")
     assert result.exit_code == 1
-    assert [item["kind"] for item in json.loads(result.output)["differences"]][:2] == ["setting", "update"]
+    assert [item["kind"] for item in json.loads(result.output)["differences"]][:3] == ["setting", "setting", "update"]
 
 
 def test_no_record(tmp_path: Path) -> None:

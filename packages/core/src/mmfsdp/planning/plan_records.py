@@ -183,6 +183,7 @@ class Note(Record):
     kind: Literal[
         "engine",
         "compile",
+        "buffers",
         "container",
         "tied",
         "scalar",

@@ -127,6 +127,7 @@ def plan(
     check_units(units, engine, config)
     check_reshard(units, spec)
     check_forward_methods(config, units)
+    notes += _buffer_notes(model, spec.world_size, config)
     notes += [*low_weights_notes(entries.values(), config.precision), *rounded_input_notes(model, units)]
     activations = activation_plan(model, config.activation_checkpointing, units, check_fn)
     if activations is not None:
@@ -233,6 +234,28 @@ def _cache_notes(model: nn.Module) -> list[Note]:
             kind="other",
             text="model.config.use_cache is true: activation checkpointing fills the cache of keys and values twice, "
             "which takes memory and fails with some kinds of attention. Set model.config.use_cache = False to train.",
+        )
+    ]
+
+
+_RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def _buffer_notes(model: nn.Module, ranks: int, config: ShardConfig) -> list[Note]:
+    """Name the buffers that training writes: each rank's batches write other values."""
+    written = [
+        f"{fqn}.running_mean" if fqn else "running_mean"
+        for fqn, module in model.named_modules()
+        if isinstance(module, _RUNNING) and module.track_running_stats  # SyncBatchNorm has the same on all ranks
+    ]
+    if not written or ranks == 1 or config.sharding.broadcast_buffers:
+        return []
+    return [
+        Note(
+            kind="buffers",
+            fqns=tuple(written),
+            text="training writes these buffers and those beside them, on each rank others: a checkpoint has the first "
+            "rank's, a CheckpointManager those of all ranks. sharding.broadcast_buffers=True keeps them equal.",
         )
     ]
 

@@ -24,7 +24,8 @@ _STOCK = {
 def notes_of_the_plan(subject: Subject) -> Iterator[Finding]:
     """Decisions of the plan that the config does not state: ties, containers, scalars, modules that are not called."""
     merged: dict[tuple[str, str], list[str]] = {}
-    for note in subject.plan.notes if subject.plan is not None else ():
+    notes = subject.plan.notes if subject.plan is not None else ()
+    for note in (note for note in notes if note.kind != "buffers"):  # see batch_norm
         merged.setdefault((note.kind, note.text), []).extend(note.fqns)
     for (kind, text), fqns in merged.items():
         path = "model" if fqns else (subject.sharding.path if subject.sharding is not None else "model")
