@@ -20,6 +20,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp.collective import steps
 from mmfsdp.errors import CheckpointError, ConfigError, CorruptCheckpointError, StateDictError
+from mmfsdp.saving.initial_weights import left_initial
 from mmfsdp.saving.source import Source
 from mmfsdp.testing import run_ranks
 
@@ -209,6 +210,92 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     assert "known_recipes()" in other
     assert report in warning
     assert "2 missing: extra.weight, extra.bias" in report
+
+
+class Experts(nn.Module):
+    """Three experts as a stack."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.zeros(3, dim, dim)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+
+class Expert(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(dim), Experts(dim)
+
+
+class Mixture(nn.Module):
+    def __init__(self, depth: int = 2, dim: int = 8) -> None:
+        super().__init__()
+        self.tower = nn.ModuleDict({"layers": nn.ModuleList(Expert(dim) for _ in range(depth))})
+        self.head = nn.Linear(dim, 2)
+
+
+def initial_by_mistake(rank: int, folder: str) -> list[str]:
+    found = []
+    for file, depth in (("apart", 2), ("short", 3), ("renamed", 2)):
+        model = sharded({"wrap": {"kind": "module_class", "classes": "Expert"}}, lambda depth=depth: Mixture(depth))
+        before = mmfsdp.model_state_dict(model, rank0_only=False)
+        with pytest.raises(StateDictError) as raised:
+            mmfsdp.load_pretrained(model, f"{folder}/{file}.safetensors")
+        assert equal(mmfsdp.model_state_dict(model, rank0_only=False), before)
+        found.append(str(raised.value))
+        with warnings.catch_warnings(action="ignore"):
+            report = mmfsdp.load_pretrained(model, f"{folder}/{file}.safetensors", initial=["tower.layers.*"])
+        assert report.missing
+    return found
+
+
+def test_layers_that_the_file_seems_to_hold_do_not_stay_initial(tmp_path: Path) -> None:
+    stored = {name: torch.ones_like(value) for name, value in Mixture().state_dict().items()}
+    apart = {name: value for name, value in stored.items() if ".experts." not in name}
+    for name in {*stored} - {*apart}:
+        layer, _, way = name.rpartition(".experts.")
+        apart |= {f"{layer}.experts.{each}.{way}": torch.ones(8, 8) for each in range(3)}
+    renamed = {name.replace("tower.", "model.tower."): value for name, value in stored.items()}
+    for name, weights in {"apart": apart, "short": stored, "renamed": renamed}.items():
+        save_file(weights, tmp_path / f"{name}.safetensors")
+    first, second = run_ranks(initial_by_mistake, 2, str(tmp_path))
+    assert all(said in heard for said, heard in zip(first, second, strict=True))
+    for said, named, remedy in zip(
+        first,
+        (
+            "4 parameters of Mixture: 'tower.layers.0.experts.",
+            "4 parameters of Mixture: 'tower.layers.2.norm",
+            "8 param",
+        ),
+        ("It has 'tower.layers.0.experts.0.", "Is a file of it missing? If", "It has 'model.tower.layers.0.experts."),
+        strict=True,
+    ):
+        assert named in said
+        assert remedy in said
+    assert "add initial=['tower.layers.*.experts']." in first[0]
+
+
+MATRIX, VECTOR = (8, 8), (8,)
+TAKEN = {f"layers.{layer}.{part}.weight": MATRIX for layer in range(2) for part in ("attn", "mlp")}
+RIGHT: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]] = {
+    "a new head": ({"head.0.weight": MATRIX, "head.2.weight": MATRIX}, {"fc.0.weight": MATRIX, "fc.weight": MATRIX}),
+    "adapters beside tables": ({"layers.0.attn.lora_A": (8, 2)}, {"layers.0.attn.rotary_emb.inv_freq": VECTOR}),
+    "adapters beside masks": ({"layers.0.attn.lora_A": (8, 2)}, {"layers.0.attn.bias": (1, 1, 16, 16)}),
+    "another tower": ({"vision.layers.0.attn.weight": MATRIX, "vision.layers.0.mlp.weight": MATRIX}, {}),
+    "a tower of other shapes": ({"decoder.layers.0.attn.weight": (4, 4)}, {"text.layers.0.attn.weight": MATRIX}),
+    "one convolution more": ({"neck.convs.2.conv.weight": MATRIX}, {"neck.convs.1.conv.weight": MATRIX}),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_new_may_stay_initial(case: str) -> None:
+    new, spare = RIGHT[case]
+    shapes = TAKEN | new
+    weights: Any = {name: torch.empty(shape, device="meta") for name, shape in (TAKEN | spare).items()}
+    assert left_initial([(name,) for name in shapes], shapes, weights) == []
 
 
 def prefixed(rank: int, folder: str) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
+from mmfsdp.saving.initial_weights import left_initial, module_globs, without_patterns
 from mmfsdp.saving.load import reference_of, under_tied_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
@@ -40,6 +41,7 @@ def load_pretrained(
     ignore_mismatched_sizes: bool = False,
     verify: bool = True,
     reference: str | os.PathLike[str] | Layout | None = None,
+    initial: Sequence[str] = (),
 ) -> LoadReport:
     """Fill a sharded model with the weights of a checkpoint of any kind. Collective: every rank.
 
@@ -67,6 +69,9 @@ def load_pretrained(
             raising.
         verify: Compare what is read with the checkpoint's checksums, if it has any.
         reference: See `mmfsdp.checkpoint.open_layout`; by default the model's own names and shapes.
+        initial: Globs of modules or parameters that keep their initial values on purpose, such as
+            ``["model.layers.*.mlp.experts"]``. It is needed only for layers that the checkpoint seems to hold: see
+            ``StateDictError``.
 
     Returns:
         The names and shapes that did not match; the same on every rank.
@@ -77,7 +82,8 @@ def load_pretrained(
             rank.
         RankMismatchError: Ranks gave different paths or other arguments.
         StateDictError: No name matches, or a shape differs, or anything does with ``strict``, or weights are codes that
-            cannot be restored; raised on every rank, and nothing is changed.
+            cannot be restored; or layers would keep initial values although other layers of their list are in the
+            checkpoint, or it has these layers under other names. Raised on every rank, and nothing is changed.
 
     Example:
         >>> with parameters_on_meta():
@@ -87,8 +93,9 @@ def load_pretrained(
     """
     state = find_sharded_model(model)
     scope = state.scope
-    given = {"rules": rules and str(rules), "inverse": inverse, "values": values, "strict": strict}
-    given |= {"ignore_mismatched_sizes": ignore_mismatched_sizes, "verify": verify}
+    initial = [initial] if isinstance(initial, str) else [*initial]
+    given: dict[str, Any] = {"rules": rules and str(rules), "inverse": inverse, "values": values, "strict": strict}
+    given |= {"ignore_mismatched_sizes": ignore_mismatched_sizes, "verify": verify, "initial": initial}
     check_same_arguments(scope, "load_pretrained()", given)
     if strict and ignore_mismatched_sizes:
         raise ConfigError("'strict' and 'ignore_mismatched_sizes' contradict each other. Set one of them.")
@@ -104,6 +111,8 @@ def load_pretrained(
         weights = _under_own_names(_one_per_place(source), state, path)
         if not ignore_mismatched_sizes:
             _check_shapes(weights, state, path)
+        if not strict:  # which raises for each name that is missing
+            _check_filled(weights, initial, state, path, has_rules=rules is not None)
         return under_tied_names(weights, state)
 
     known = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
@@ -170,6 +179,28 @@ def _check_shapes(weights: Mapping[str, LazyTensor], state: ShardedModel, path: 
             f"{path} does not fit {type(state.module).__name__}: {report}. Set 'ignore_mismatched_sizes' to leave "
             "these as they are, or give 'rules', a recipe that changes their shapes."
         )
+
+
+def _check_filled(
+    weights: Mapping[str, LazyTensor], initial: Sequence[str], state: ShardedModel, path: Any, *, has_rules: bool
+) -> None:
+    own = _own_shapes(state)
+    left = without_patterns(left_initial(_names_of_params(state), own, weights), initial)
+    if not left:
+        return
+    others = name_list([name for name in weights if name not in own], 3)
+    globs = module_globs(left)
+    recipe = "Change the recipe so that it makes them" if has_rules else "Give 'rules', a recipe that makes them"
+    remedy = f"It has {others}, which the model does not have. {recipe}." if others else "Is a file of it missing?"
+    raise StateDictError(
+        f"{path} does not fill {len(left)} parameters of {type(state.module).__name__}: {name_list(left, 4)}. {remedy} "
+        f"If they shall keep their initial values, add initial={globs[:4]}"
+        f"{'' if len(globs) < 5 else f' and {len(globs) - 4} more'}."
+    )
+
+
+def _names_of_params(state: ShardedModel) -> list[tuple[str, ...]]:
+    return [(param.fqn, *param.aliases) for param in state.plan.all_params()]
 
 
 def _own_shapes(state: ShardedModel) -> dict[str, tuple[int, ...]]:
