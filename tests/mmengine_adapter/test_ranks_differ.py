@@ -14,7 +14,8 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from mmengine.registry import DATASETS, MODELS
-from tests.mmengine_adapter.toy import ToyData, config, runner_of, strategy
+from mmengine.runner import Runner
+from tests.mmengine_adapter.toy import POLICY, ToyData, config, loader, runner_of, strategy
 
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.testing import run_ranks
@@ -93,6 +94,63 @@ def test_what_is_given(tmp_path: Path) -> None:
     assert second["hook"] == "ValueError: rank one cannot add to the checkpoint"
     assert first["hook"].startswith("MmfsdpError: Rank 1 failed: ValueError: rank one cannot add to the checkpoint")
     assert not [*tmp_path.rglob("*.pth")], "nothing half done is left"
+
+
+def uneven(rank: int, folder: Path) -> dict[str, str]:
+    """Errors of validations and tests with 7 samples, by how they are run."""
+    sampler = {"type": "DefaultSampler", "shuffle": False, "round_up": False}
+
+    def data(length: int = 7, batch_size: int = 1, **sampler_changes: Any) -> dict[str, Any]:
+        dataset = {"type": "ToyData", "length": length}
+        return {**loader(batch_size, False), "dataset": dataset, "sampler": {**sampler, **sampler_changes}}
+
+    def run(what: str, given: dict[str, Any], made: dict[str, Any] | None = None, **changes: Any) -> str:
+        settings = config(folder, 2, strategy=made or strategy(), val_dataloader=given, default_hooks={}, **changes)
+        if what == "test":
+            settings |= {"test_dataloader": given, "test_evaluator": {"type": "Accuracy"}, "test_cfg": {}}
+        return outcome(getattr(runner_of(settings), what))
+
+    def plain_runner(**wrapper: Any) -> str:
+        settings = config(folder, 2, val_dataloader=data(), default_hooks={})
+        del settings["strategy"]
+        wrapper = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": POLICY, **wrapper}
+        return outcome(Runner.from_cfg({**settings, "model_wrapper_cfg": wrapper, "launcher": "pytorch"}).val)
+
+    zero2 = strategy(sharding_strategy="SHARD_GRAD_OP")
+    flat = strategy(use_orig_params=False)
+    never = {"by_epoch": True, "max_epochs": 1, "val_begin": 2}
+    return {
+        "val": run("val", data()),
+        "test": run("test", data()),
+        "train": run("train", data(), train_cfg={"by_epoch": True, "max_epochs": 2, "val_interval": 2}),
+        "train by iterations": run("train", data(), train_cfg={"by_epoch": False, "max_iters": 2}),
+        "fsdp1": run("val", data(), flat),
+        "Runner": plain_runner(),
+        "drop_last": run("val", {**data(7, 2), "drop_last": True}, flat),
+        "no batch at all": run("val", data(1), zero2),
+        "is fine: as many batches": run("val", data(7, 4)),
+        "is fine: rounded up": run("val", data(round_up=True)),
+        "is fine: even": run("val", data(8)),
+        "is fine: stays gathered": run("val", data(), zero2),
+        "is fine: one unit": run("val", data(), {"type": "FSDPStrategy"}),
+        "is fine: not sharded": run("val", data(), strategy(sharding_strategy="NO_SHARD")),
+        "is fine: DDPStrategy": run("val", data(), {"type": "DDPStrategy"}),
+        "is fine: no validation": run("train", data(), train_cfg=never),
+    }
+
+
+def test_uneven_validations_are_refused_before_a_rank_waits(tmp_path: Path) -> None:
+    first, second = run_ranks(uneven, 2, tmp_path, timeout=120)
+    assert first == second
+    for name, said in first.items():
+        if name.startswith("is fine"):
+            assert said == "no error", (name, said)
+            continue
+        data = "test_dataloader" if name == "test" else "val_dataloader"
+        count = {"drop_last": "2 batches, and rank 1 1:", "no batch at all": "1 batch, and rank 1 none:"}
+        assert said.startswith("RankMismatchError: With round_up=False the "), (name, said)
+        assert count.get(name, "4 batches, and rank 1 3:") in said, (name, said)
+        assert f"Write round_up=True in {data}.sampler:" in said, (name, said)
 
 
 def own_files(rank: int, folder: Path) -> dict[str, str]:

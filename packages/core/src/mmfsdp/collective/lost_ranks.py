@@ -54,8 +54,9 @@ def lost_rank_error(error: BaseException, doing: str) -> LostRankError:
     return LostRankError(
         f"The other ranks did not take part while this rank was {doing} ({first_line}). All ranks must run the same "
         "units equally often. Usual causes: ranks have different numbers of batches (let the sampler pad or drop: "
-        "round_up=True, drop_last=True); only some ranks use a unit (exclude it in the wrap policy); one rank alone "
-        "made a call that every rank must make, such as clipping, saving or a forward; or another rank failed or was "
-        "killed (see its own output).",
+        "round_up=True, drop_last=True); only some ranks use a unit (exclude it in the wrap policy); a rank skipped "
+        "its backward, as for a loss that is not finite (skip it on all ranks or on none); one rank alone made a call "
+        "that every rank must make, such as clipping, saving or a forward; or another rank failed or was killed (see "
+        "its own output).",
         rank=dist.get_rank(),
     )

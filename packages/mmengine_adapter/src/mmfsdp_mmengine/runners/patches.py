@@ -6,6 +6,7 @@
 - ``find_latest_checkpoint`` returns what ``last_checkpoint`` names, even if it is gone or damaged; ``load_or_resume``
   does not go on to an older one if that turns out while it is loaded.
 - No hook is told that an error has ended ``train``, so `CheckpointHook` could not give back its signals.
+- The loops of validation and test wait until the timeout where ranks have different numbers of batches.
 - ``FlexibleRunner.from_cfg`` fails without ``env_cfg`` and does not pass ``compile`` on; the replaced
   ``FlexibleRunner.__init__``, which it calls, fixes both.
 - ``Registry.build``, which all registries share, builds MMEngine's own class where a config has it as an object, and
@@ -33,7 +34,7 @@ from mmengine.dist import is_distributed
 from mmengine.model import is_model_wrapper
 from mmengine.optim import DefaultOptimWrapperConstructor
 from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import EpochBasedTrainLoop, FlexibleRunner, IterBasedTrainLoop, Runner, TestLoop, ValLoop
 
 from mmfsdp import FullyShardedDataParallel
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, newest_iterations, resume_newest
@@ -47,6 +48,7 @@ from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.runners.ignored import warn_of_ignored
 from mmfsdp_mmengine.runners.runner import let_shard
+from mmfsdp_mmengine.runners.uneven_batches import check_batches, check_coming_validation
 from mmfsdp_mmengine.runners.workers import with_patient_workers
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
@@ -66,6 +68,10 @@ def patch_mmengine() -> None:
         _replace(runner, "build_dataloader", _build_dataloader)
         _replace(runner, "load_or_resume", _load_or_resume)
         _replace(runner, "train", _train)
+    for loop in (EpochBasedTrainLoop, IterBasedTrainLoop):
+        _replace(loop, "run", _run_training)
+    for loop in (ValLoop, TestLoop):
+        _replace(loop, "run", _run_checked)
     if _stock_pretty_text.fget is not None and Config.pretty_text is _stock_pretty_text:
         Config.pretty_text = property(_pretty_text, doc=_stock_pretty_text.__doc__)
 
@@ -215,6 +221,22 @@ def _train(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                     hook.release()
 
     return train
+
+
+def _run_training(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any) -> Any:
+        check_coming_validation(self.runner)
+        return stock(self)
+
+    return run
+
+
+def _run_checked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any) -> Any:
+        check_batches(self)
+        return stock(self)
+
+    return run
 
 
 def _pretty_text(self: Config) -> str:
