@@ -1027,10 +1027,3 @@ def test_a_cache_that_recomputation_would_fill_twice_is_noted(use_cache: bool | 
     recomputing = plan(model, {**MLPS, "activation_checkpointing": "full"}, 2)
     assert any("use_cache = False" in note.text for note in recomputing.notes) == (use_cache is True)
     assert not any("use_cache" in note.text for note in plan(model, MLPS, 2).notes)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize("model", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
-def test_a_model_that_cannot_be_called_is_refused(model: nn.Module, engine: Any) -> None:
-    with pytest.raises(PlanError, match=r"has no forward\(\).* whose forward\(\) calls what it holds"):
-        plan(model, {}, 2, engine=engine)

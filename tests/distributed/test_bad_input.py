@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mmfsdp
 from mmfsdp import errors
-from mmfsdp.testing import RankError, run_ranks
+from mmfsdp.testing import RankError, run_ranks, single_rank
 
 Told = tuple[type[BaseException], str]
 
@@ -271,3 +271,10 @@ def test_tied_weights_that_are_frozen_and_whole() -> None:
     assert "use engine 'replicate' or 'fsdp2'" in text
     for engine, ranks in (("fsdp1", 2), ("fsdp2", 1), ("replicate", 1)):
         assert run_ranks(frozen_and_tied, ranks, engine) == [None] * ranks
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_model_that_cannot_be_called(engine: str) -> None:
+    for model in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with single_rank(), pytest.raises(errors.PlanError, match=r"has no forward\(\).* whose forward\(\) calls what"):
+            mmfsdp.shard(model, engine=engine)

@@ -17,7 +17,7 @@ __all__ = ["check_dense", "check_forward_methods", "check_reshard", "check_units
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise if the model is sharded, wrapped, compiled or divided by tensor parallelism already, or cannot be called.
+    """Raise if the model is sharded, wrapped, compiled or divided by tensor parallelism already.
 
     Raises:
         PlanError: It is; the message says what to plan instead.
@@ -38,13 +38,6 @@ def check_unsharded(model: nn.Module) -> None:
                 "model; a model is sharded once, with all its units.",
                 fqn=fqn,
             )
-    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
-        raise PlanError(
-            f"The model is a {type(model).__name__}, which has no forward(), so nothing would gather its parameters. "
-            "Put it into a module whose forward() calls what it holds, and shard that; or shard each module that it "
-            "holds.",
-            fqn="",
-        )
     check_plain(model)
 
 

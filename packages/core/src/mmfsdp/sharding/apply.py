@@ -13,7 +13,7 @@ from mmfsdp.basics.references import resolve_reference
 from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.config import ShardConfig
-from mmfsdp.errors import ConfigError, MeshError, PlanMismatchError
+from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
 from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.plan_records import Note
@@ -138,7 +138,8 @@ def apply_plan(
 
     Raises:
         PlanMismatchError: The plan was made for another model.
-        PlanError: Weights on the meta device cannot be initialised to the values of the unsharded model.
+        PlanError: Weights on the meta device cannot be initialised to the values of the unsharded model; or the model
+            is a list or dict of modules, which cannot be called.
         MeshError: The mesh does not have the plan's shape.
         ConfigError: The engine cannot carry out the plan.
         RankMismatchError: Ranks have different models, plans, versions or devices; raised on every rank before
@@ -250,6 +251,13 @@ def _finished(
 
 def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
     check_plain(model)  # a plan for the model before it was divided has the same fingerprint
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
+        raise PlanError(
+            f"The model is a {type(model).__name__}, which has no forward(), so nothing would gather its parameters. "
+            "Put it into a module whose forward() calls what it holds, and shard that; or shard each module that it "
+            "holds.",
+            fqn="",
+        )
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanMismatchError(
