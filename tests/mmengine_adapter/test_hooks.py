@@ -21,7 +21,17 @@ from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
 from tests.distributed.test_out_of_memory import FullDevice
-from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, loader, runner_of, strategy
+from tests.mmengine_adapter.toy import (
+    POLICY,
+    UNSHARDED,
+    History,
+    ToyData,
+    ToyModel,
+    config,
+    loader,
+    runner_of,
+    strategy,
+)
 
 import mmfsdp
 from mmfsdp.basics import human_bytes
@@ -36,6 +46,39 @@ HOOKS = [
     {"type": "ProfilerHook", "by_epoch": False, "profile_times": 2},
     {"type": "EmptyCacheHook", "after_epoch": True},
 ]
+
+
+class FreezeHook(Hook):
+    """Freezes a block in each epoch but the first, which a validation follows, and trains it again in the last."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        model = getattr(runner.model, "module", runner.model)
+        model.blocks[0].requires_grad_(runner.epoch != 1)
+        model.patch.requires_grad_(runner.epoch == 0)
+
+
+def frozen(rank: int, folder: Path, world_size: int, makes: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """The weights after three epochs, with each strategy."""
+    found = []
+    for made in makes:
+        changes = {"strategy": made, "train_cfg": {"by_epoch": True, "max_epochs": 3, "val_interval": 1}}
+        runner = runner_of(config(folder, world_size, **changes, default_hooks={}))
+        runner.register_hook(FreezeHook())
+        runner.train()
+        if world_size == 1:
+            found.append(runner.model.state_dict())
+        else:
+            found.append(mmfsdp.model_state_dict(runner.model))
+    return found
+
+
+def test_a_hook_that_freezes_after_a_validation_trains_as_the_plain_runner(tmp_path: Path) -> None:
+    [[plain]] = run_ranks(frozen, 1, tmp_path, 1, [UNSHARDED])
+    settings = [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}]
+    weights = run_ranks(frozen, 2, tmp_path, 2, [strategy(**wrapper) for wrapper in settings])[0]
+    for wrapper, got in zip(settings, weights, strict=True):
+        for name, value in plain.items():
+            torch.testing.assert_close(got[name], value, msg=lambda text: f"{name}, {wrapper}: {text}")  # noqa: B023
 
 
 def hooked(rank: int, folder: Path) -> dict[str, Any]:
