@@ -142,3 +142,53 @@ def test_what_would_be_lost_is_refused() -> None:
     for found in run_ranks(refuse, 2):
         for way, texts in found.items():
             assert all(expected[way] in text for text in texts), (way, texts)
+
+
+def freeze_late(config: dict[str, Any] | None, part: str, is_on: bool) -> dict[str, torch.Tensor] | str:
+    """Freeze or thaw a part between forward and backward, and return the weights after two steps, or the error."""
+    model = build(config)
+    module = next(module for name, module in model.named_modules() if plain_name(name) == part)
+    module.requires_grad_(not is_on)
+    loss = model(rows()).square().mean()
+    module.requires_grad_(is_on)
+    try:
+        loss.backward()
+    except errors.ShardStateError as error:
+        return str(error)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(rows()).square().mean().backward()
+    optimizer.step()
+    with mmfsdp.full_params(model) if config else warnings.catch_warnings():
+        return {plain_name(name): whole(param) for name, param in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "")
+
+
+def freezes_late(rank: int) -> list[tuple[str, bool, str]]:
+    said = []
+    for part in ("blocks.1", "head"):
+        for is_on in (False, True):
+            truth = freeze_late(None, part, is_on)
+            torch.testing.assert_close(freeze_late({"sharding": "FULL_SHARD"}, part, is_on), truth)
+            for sharding in ("FULL_SHARD", "NO_SHARD"):
+                got = freeze_late({"engine": "fsdp1", "sharding": sharding}, part, is_on)
+                assert isinstance(got, str)
+                said.append((part, is_on, got))
+    return said
+
+
+def test_fsdp1_refuses_units_that_are_frozen_between_forward_and_backward() -> None:
+    for said in run_ranks(freezes_late, 2):
+        # The head is all that is trained of its unit.
+        assert {each[:2] for each in said} == {
+            (part, is_on) for part in ("blocks.1", "head") for is_on in (True, False)
+        }
+        assert len(said) == 8
+        for part, is_on, text in said:
+            unit = "(root)" if part == "head" else part
+            assert text.startswith(f"requires_grad of the parameters of the shard unit {unit!r} was set to {is_on} ")
+            assert "or use engine 'fsdp2'." in text

@@ -26,6 +26,7 @@ __all__ = [
     "FlatPiece",
     "around_flat_forward",
     "around_gathering",
+    "flat_handles",
     "flat_param_names",
     "flat_params",
     "flat_pieces",
@@ -54,6 +55,11 @@ class FlatPiece:
 def flat_params(module: nn.Module) -> list[Any]:
     """Return the flat parameters of a model; an empty list if no FullyShardedDataParallel is in it."""
     return [unit._handle.flat_param for _, unit in _units(module)]  # type: ignore[union-attr]
+
+
+def flat_handles(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the FQN of each unit that holds a flat parameter, and torch's handle of it; outer units come first."""
+    return [(start.rstrip("."), unit._handle) for start, unit in _units(module)]
 
 
 def is_flat_gathered(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from mmfsdp.runtime.gradients import GradientAgreement
 from mmfsdp.runtime.graph_inputs import RefuseShardGradients, check_graph_inputs
 from mmfsdp.runtime.guards import watch_optimizers
 from mmfsdp.runtime.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
+from mmfsdp.runtime.late_freezing import refuse_late_freezing
 from mmfsdp.runtime.other_weights import refuse_other_flat_weights, refuse_other_weights
 from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
 from mmfsdp.runtime.resizing import refuse_resizing
@@ -62,6 +63,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     _watch_gradients(state, me)
     name_gathering(module)
     refuse_unseen_backwards(module)
+    refuse_late_freezing(module)
     guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)
     refuse_other_flat_weights(module)
     if not state.is_fsdp1:
