@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from mmfsdp.basics.codes import not_restored
 from mmfsdp.basics.text import WRAPPER_PREFIX, clean_fqn, name_list
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
@@ -23,6 +24,7 @@ from mmfsdp.saving.initial_weights import left_initial, module_globs, without_pa
 from mmfsdp.saving.load import reference_of, under_tied_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
+from mmfsdp.saving.transformers_names import as_transformers_names
 from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.report import LoadReport, compare_shapes
@@ -51,6 +53,9 @@ def load_pretrained(
     model ties are read once and stay tied, whichever of their names the checkpoint has.
 
     Weights that are codes of 8 bits with scales beside them are restored, unless the model holds the same codes.
+
+    A model of transformers 5 gets weights as ``from_pretrained`` converts them, such as experts as one stack, where the
+    checkpoint's own names do not fill it.
 
     Names may lack the prefix that DistributedDataParallel (``module.``) or a Hugging Face model (its
     ``base_model_prefix``) gives them, or have one that the model's names lack.
@@ -103,7 +108,7 @@ def load_pretrained(
     def rewrite(layout: Layout) -> Layout:
         if rules is not None:
             return apply_recipe(layout, rules, inverse=inverse, values=values)
-        weights = part_tensors(layout, "model")
+        weights = _converted(state, part_tensors(layout, "model"))
         tree = {name: TensorRef(name) for name in weights}
         return replace(layout, tensors=weights, tree=tree)
 
@@ -142,14 +147,34 @@ def _one_per_place(source: Source) -> dict[str, LazyTensor]:
     return weights
 
 
-def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: Any) -> dict[str, LazyTensor]:
-    """Return the weights without a prefix that the model's names lack, or with one that they have."""
-    own = _own_shapes(state)
+def _converted(state: ShardedModel, weights: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the weights as transformers converts them for its model, if that fills more of the model."""
+    params = _names_of_params(state)
+
+    def count_filled(names: Collection[str]) -> int:
+        spelt = [{spell(name) for name in names}.union(names) for spell in _spellings(state)]
+        return max(sum(any(name in each for name in own) for own in params) for each in spelt)
+
+    filled = count_filled(weights)
+    if filled == len(params):
+        return weights
+    converted = as_transformers_names(state.module, weights)
+    return weights if converted is None or count_filled(converted) <= filled else converted
+
+
+def _spellings(state: ShardedModel) -> list[Callable[[str], str]]:
     base = getattr(state.module, "base_model_prefix", "")
     prefixes = [WRAPPER_PREFIX, *([f"{base}."] if base else [])]
     spellings: list[Callable[[str], str]] = [lambda name: name]
     spellings += [lambda name, prefix=prefix: name.removeprefix(prefix) for prefix in prefixes]  # type: ignore[misc]
     spellings += [lambda name, prefix=prefix: prefix + name for prefix in prefixes]  # type: ignore[misc]
+    return spellings
+
+
+def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: Any) -> dict[str, LazyTensor]:
+    """Return the weights without a prefix that the model's names lack, or with one that they have."""
+    own = _own_shapes(state)
+    spellings = _spellings(state)
     matches = [sum(spelt(name) in own for name in weights) for spelt in spellings]
     if not any(matches):
         raise StateDictError(_unlike(weights, own, state, path))

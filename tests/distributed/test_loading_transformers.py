@@ -1,0 +1,81 @@
+"""Files of transformers 5 fill its models, whose names and shapes in memory differ: from_pretrained is the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mmfsdp
+from mmfsdp.testing import run_ranks
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 40,
+    "tie_word_embeddings": False,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODELS = {
+    "mixtral": ("MixtralForCausalLM", {**TEXT, "num_local_experts": 12}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**TEXT, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 14},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+            "image_token_index": 39,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def built(name: str) -> Any:
+    model_class = getattr(transformers, MODELS[name][0])
+    return model_class(model_class.config_class(**MODELS[name][1]))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(5)[None]).logits
+    return found
+
+
+def fill(rank: int, folder: str) -> dict[str, tuple[torch.Tensor, bool]]:
+    found = {}
+    for name in MODELS:
+        for engine in ("fsdp2", "fsdp1") if name == "mixtral" else ("fsdp2",):
+            torch.manual_seed(1)
+            model = mmfsdp.shard(built(name), {"engine": engine, "wrap": {"kind": "size", "min_num_params": 1000}})
+            clean = mmfsdp.load_pretrained(model, f"{folder}/{name}").clean
+            found[f"{name} {engine}"] = (logits(model), clean)
+    return found
+
+
+def test_models_compute_what_from_pretrained_ones_do(tmp_path: Path) -> None:
+    truth = {}
+    for name, (model_class, _) in MODELS.items():
+        torch.manual_seed(0)
+        built(name).save_pretrained(tmp_path / name)
+        truth[name] = logits(getattr(transformers, model_class).from_pretrained(tmp_path / name))
+    for found in run_ranks(fill, 2, str(tmp_path)):
+        for case, (computed, clean) in found.items():
+            torch.testing.assert_close(computed, truth[case.split()[0]], msg=case)
+            assert clean, case
