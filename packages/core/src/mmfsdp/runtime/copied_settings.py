@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.torch_fsdp2.gathering import shown_params, stays_gathered
+from mmfsdp.runtime.torch_fsdp2.gathering import gives_fewer_ranks_shards, plain_flags, shown_params, stays_gathered
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
@@ -48,6 +48,7 @@ class CopiedSettings(Subscriber):
 
     def __init__(self) -> None:
         self._known: dict[int, list[_Known]] = {}
+        self._flags: dict[int, list[bool]] = {}  # in place of it in training, where no parameter has attributes
         self._trained: set[int] = set()
 
     def gathered(self, group: Group) -> None:
@@ -55,8 +56,13 @@ class CopiedSettings(Subscriber):
         if not stays_gathered(group):
             unsubscribe(self, [group])
             return
-        self._known[id(group)] = [_describe(copy, shard) for _, copy, shard in shown_params(group)]
         self._trained.discard(id(group))
+        self._known.pop(id(group), None)
+        self._flags.pop(id(group), None)
+        if torch.is_grad_enabled() and (flags := plain_flags(group)) is not None:
+            self._flags[id(group)] = flags
+        else:
+            self._known[id(group)] = [_describe(copy, shard) for _, copy, shard in shown_params(group)]
 
     def before_reduce(self, group: Group) -> None:
         """Note that the gradients of the copies are those of a backward."""
@@ -83,6 +89,10 @@ class CopiedSettings(Subscriber):
             ShardStateError: A gradient, a hook or values were set.
         """
         for group in groups:
+            if (flags := self._flags.get(id(group))) is not None and not group.is_sharded:
+                if not gives_fewer_ranks_shards(group) and plain_flags(group) == flags:
+                    continue
+                self._known[id(group)] = [_Known(flag, {}) for flag in self._flags.pop(id(group))]
             if (known := self._known.get(id(group))) is None:
                 continue
             after = []

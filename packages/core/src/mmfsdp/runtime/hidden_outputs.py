@@ -107,7 +107,9 @@ class HiddenOutputs:
             seen = _Seen()
             for part in parts:
                 for name, value in vars(part).items():
-                    if name not in _OWN and any(True for _ in _tensors_in(value, seen)):
+                    if name in _OWN or name.startswith("__"):  # what torch keeps beside a module's own attributes
+                        continue
+                    if any(True for _ in _tensors_in(value, seen)):
                         self._keepers[id(part), name] = weakref.ref(part)
         seen = _Seen()
         for (_, name), reference in self._keepers.items():

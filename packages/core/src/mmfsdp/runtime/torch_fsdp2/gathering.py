@@ -16,8 +16,10 @@ __all__ = [
     "gathered_copies",
     "gathered_params",
     "gathered_values",
+    "gives_fewer_ranks_shards",
     "is_copy_on_fewer_ranks",
     "known_copies",
+    "plain_flags",
     "replaced_in",
     "shard_versions",
     "shown_params",
@@ -111,6 +113,22 @@ def shown_params(group: Group) -> Iterator[tuple[str, nn.Parameter, nn.Parameter
     for param in group.fsdp_params:
         info = param._module_info
         yield param._param_fqn or info.param_name, info.module._parameters[info.param_name], param.sharded_param
+
+
+def plain_flags(group: Group) -> list[bool] | None:
+    """Return ``requires_grad`` of a group's copies; None if one of them, or of the shards, has attributes of a user."""
+    flags = []
+    for param in group.fsdp_params:
+        copy = param._unsharded_param
+        if copy.__dict__ or len(param.sharded_param.__dict__) > 1:  # nn.Parameter() gives a DTensor one
+            return None
+        flags.append(copy.requires_grad)
+    return flags
+
+
+def gives_fewer_ranks_shards(group: Group) -> bool:
+    """Return whether shards of fewer ranks are registered after a forward."""
+    return group.post_forward_mesh_info is not None and stays_gathered(group)
 
 
 def stays_gathered(group: Group) -> bool:
