@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import mmfsdp
 from mmfsdp import errors
+from mmfsdp.basics.torch_releases import RUNS_UNITS_IN_PARTS, torch_has
 from mmfsdp.testing import run_ranks
 
 
@@ -34,12 +35,13 @@ class Net(nn.Module):
         return self.head(self.blocks(self.stem(x)))
 
 
+FEWER = {"strategy": "FULL_SHARD", "reshard_after_forward": 2}
 CONFIGS: list[dict[str, Any]] = [
     {"sharding": "FULL_SHARD"},
     {"sharding": "SHARD_GRAD_OP"},
     {"sharding": "NO_SHARD"},
     {"sharding": "HYBRID_SHARD"},
-    {"sharding": {"strategy": "FULL_SHARD", "reshard_after_forward": 2}},
+    {"sharding": FEWER},
     {"compile": {"backend": "eager"}},
 ]
 
@@ -99,6 +101,8 @@ def compare(rank: int) -> None:
     truth = freeze_and_thaw(None)
     assert torch.equal(truth[0]["head.weight"], truth[1]["head.weight"])  # it was frozen
     for config in CONFIGS:
+        if config.get("sharding") == FEWER and not torch_has(RUNS_UNITS_IN_PARTS):
+            continue  # what is set on shards of fewer ranks stays there
         try:
             torch.testing.assert_close(freeze_and_thaw(config), truth)
         except AssertionError as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
+from mmfsdp.basics.torch_releases import RUNS_UNITS_IN_PARTS, torch_has
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.torch_fsdp2.gathering import gives_fewer_ranks_shards, plain_flags, shown_params, stays_gathered
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe
@@ -95,9 +96,11 @@ class CopiedSettings(Subscriber):
                 self._known[id(group)] = [_Known(flag, {}) for flag in self._flags.pop(id(group))]
             if (known := self._known.get(id(group))) is None:
                 continue
+            # Until torch 2.12 shards of fewer ranks are made to be trained, whatever the shard's own flag is.
+            is_told = group.is_unsharded or torch_has(RUNS_UNITS_IN_PARTS)
             after = []
             for (name, copy, shard), before in zip(shown_params(group), known, strict=True):
-                if copy is not shard:
+                if copy is not shard and is_told:
                     _check(name, copy, before, is_trained=id(group) in self._trained)
                     _carry(copy, shard, before)
                 now = _Known(copy.requires_grad, _attributes(copy))
