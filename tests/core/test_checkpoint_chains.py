@@ -34,7 +34,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, lis
         size = math.prod(shape) * DTYPES[dtype][0]
         seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         raw = torch.randint(0, 2 if dtype == "bool" else 256, (size,), dtype=torch.uint8, generator=seed)
-        name = f"layer.{index}.{draw(st.sampled_from(['weight', 'bias', 'ä b']))}"
+        name = f"layer.{index}.{draw(st.sampled_from(['kernel', 'bias', 'ä b']))}"
         tensors[name] = raw.view(to_torch(dtype)).reshape(shape) if size else torch.zeros(shape, dtype=to_torch(dtype))
         if draw(st.booleans()) and len(shape) > 1:
             tensors[name] = tensors[name].transpose(0, 1).contiguous().transpose(0, 1)

@@ -60,13 +60,13 @@ def test_another_order_and_another_format(tmp_path: Path, engine: str) -> None:
     for name in ("local", "full.pth"):
         loaded, _ = run_ranks(load, 2, tmp_path / name, engine)
         torch.testing.assert_close(loaded["state"], saved["state"], rtol=0, atol=0)
-        report = convert(tmp_path / name, tmp_path / f"dcp_of_{name}", to="dcp", ranks=3)
+        report = convert(tmp_path / name, tmp_path / f"dcp_of_{Path(name).stem}", to="dcp", ranks=3)
         assert report.notes == ()  # nothing had to be guessed
         for parameter, entries in saved["state"].items():
             wanted = {f"optimizer/state/{parameter}/{key}": value for key, value in entries.items()}
             content = {key.replace("/", "."): torch.zeros_like(value) for key, value in wanted.items()}
             with pytest.warns(UserWarning, match="single process"):
-                dcp.load(content, checkpoint_id=tmp_path / f"dcp_of_{name}")
+                dcp.load(content, checkpoint_id=tmp_path / f"dcp_of_{Path(name).stem}")
             for key, value in wanted.items():
                 assert torch.equal(content[key.replace("/", ".")], value), key
     # Plain PyTorch loads it as any state of its own, names or not.

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 import mmfsdp
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.runtime.torch_fsdp2.gathering import stays_gathered
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber
 from mmfsdp.testing import RankError, run_ranks, single_rank
 
@@ -171,7 +172,8 @@ def subscribers_of(rank: int, steps: int, how: str) -> list[str]:
                 for param in model.parameters():
                     param -= 0.1 * param.grad
         model.zero_grad()
-    watched = {name for group in state.groups for name in vars(group) if callable(vars(group)[name])}
+    freed = [group for group in state.groups if not stays_gathered(group)]  # of others it is told what users set
+    watched = {name for group in freed for name in vars(group) if callable(vars(group)[name])}
     assert (state.lost_writes is None) == ("_to_sharded" not in watched)
     return sorted(watched)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import IncompleteCheckpointError
@@ -13,8 +14,9 @@ __all__ = ["left_empty", "refuse_left_empty"]
 
 
 def left_empty(tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the names of weights of shape (0,), which no layer has."""
-    return [name for name, entry in tensors.items() if entry.shape == (0,) and name.rpartition(".")[2] == "weight"]
+    """Return the names of weights of shape (0,), which no layer has, in a floating point dtype."""
+    empty = [name for name, entry in tensors.items() if entry.shape == (0,) and is_floating_point(entry.dtype)]
+    return [name for name in empty if name.rpartition(".")[2] == "weight"]
 
 
 def refuse_left_empty(tensors: Mapping[str, TensorEntry], file: Any) -> None:

@@ -290,10 +290,7 @@ def _sharded(state: ShardedModel) -> dict[str, Any]:
     if not state.is_fsdp1:
         return dict(state.module.state_dict())
     try:
-        found = dict(get_model_state_dict(state.module))
-        # Of a unit that is registered twice, torch returns pieces of the flat parameter under the later names.
-        twins = [(param.fqn, alias) for param in state.plan.all_params() for alias in param.aliases]
-        return found | {alias: found[fqn] for fqn, alias in twins if fqn in found and alias in found}
+        return dict(get_model_state_dict(state.module))
     except AttributeError as error:  # torch looks for the extra state of a wrapped module as an attribute
         if EXTRA_STATE not in str(error):
             raise

@@ -105,12 +105,26 @@ def _observer_of(group: Group) -> _Observer:
     return observer
 
 
+class _Points:
+    """What is called at one method of a group, which may change while the method is installed."""
+
+    def __init__(self) -> None:
+        self.before: list[Callable[..., Any]] = []
+        self.after: list[Callable[..., Any]] = []
+        self.spans: list[Callable[..., Any]] = []
+
+
 class _Observer:
-    """Replaces the methods of one group that somebody wants to be called at."""
+    """Replaces the methods of one group that somebody wants to be called at.
+
+    A method is replaced once, and what it calls changes: others, such as torch's memory tracker, may wrap it.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = ref(group)
         self._subscribers: list[Subscriber] = []
+        self._points: dict[str, _Points] = {}
+        self._installed: dict[str, Callable[..., Any]] = {}
         self._install()
 
     def add(self, subscriber: Subscriber) -> None:
@@ -122,69 +136,61 @@ class _Observer:
         self._install()
 
     def _install(self) -> None:
+        before_free = self._wanted("before_free")
+        # The first three always, because of what ranks wait for there.
+        self._set("unshard", self._wanted("before_gather"), [], "gather")
+        self._set("wait_for_unshard", [], [], "gather")
+        self._set("post_backward", self._wanted("before_reduce"), self._wanted("reduced")[::-1], "reduce")
+        self._set("_to_unsharded", [], self._wanted("gathered")[::-1])
+        self._set("_to_sharded", before_free, [])
+        self._set("_to_sharded_post_forward", before_free, [])
+        self._set("pre_forward", self._wanted("before_forward"), [])
+        self._set("pre_backward", self._wanted("before_backward"), [])
+
+    def _set(
+        self, name: str, before: list[Callable[..., Any]], after: list[Callable[..., Any]], role: Role | None = None
+    ) -> None:
         group = self._group()
         assert group is not None  # somebody passes it
-        before_gather, gathered = self._wanted("before_gather"), self._wanted("gathered")[::-1]
-        before_forward, before_backward = self._wanted("before_forward"), self._wanted("before_backward")
-        before_free = self._wanted("before_free")
-        before_reduce, reduced = self._wanted("before_reduce"), self._wanted("reduced")[::-1]
-        spans = self._wanted("communicating")
-        # Always, because of what ranks wait for here.
-        _replace(group, "unshard", _communicating(group, "unshard", "gather", spans, before_gather, []))
-        _replace(group, "wait_for_unshard", _communicating(group, "wait_for_unshard", "gather", spans, [], []))
-        reducing = _communicating(group, "post_backward", "reduce", spans, before_reduce, reduced)
-        _replace(group, "post_backward", reducing)
-        _replace(group, "_to_unsharded", _calling(group, "_to_unsharded", [], gathered))
-        for name in ("_to_sharded", "_to_sharded_post_forward"):
-            _replace(group, name, _calling(group, name, before_free, []))
-        _replace(group, "pre_forward", _calling(group, "pre_forward", before_forward, []))
-        _replace(group, "pre_backward", _calling(group, "pre_backward", before_backward, []))
+        points = self._points.setdefault(name, _Points())
+        points.before, points.after = before, after
+        points.spans = self._wanted("communicating") if role is not None else []
+        is_wanted = bool(before or after or role is not None)
+        if is_wanted and name not in self._installed:
+            method = _calling(group, name, points) if role is None else _communicating(group, name, role, points)
+            self._installed[name] = method
+            setattr(group, name, method)
+        elif not is_wanted and name in self._installed and vars(group).get(name) is self._installed[name]:
+            del self._installed[name]
+            delattr(group, name)
 
     def _wanted(self, point: str) -> list[Callable[..., Any]]:
         own = getattr(Subscriber, point)
         return [getattr(known, point) for known in self._subscribers if getattr(type(known), point) is not own]
 
 
-def _replace(group: Group, name: str, method: Callable[..., Any] | None) -> None:
-    if method is not None:
-        setattr(group, name, method)
-    elif name in vars(group):
-        delattr(group, name)
-
-
-def _calling(
-    group: Group, name: str, before: list[Callable[..., Any]], after: list[Callable[..., Any]]
-) -> Callable[..., Any] | None:
-    """Return what replaces a method of a group, or None if nobody wants to be called."""
-    if not before and not after:
-        return None
+def _calling(group: Group, name: str, points: _Points) -> Callable[..., Any]:
+    """Return what replaces a method of a group."""
     method = getattr(type(group), name)
 
     def act(*args: Any, **kwargs: Any) -> Any:
-        for call in before:
+        for call in points.before:
             call(group)
         result = method(group, *args, **kwargs)
-        for call in after:
+        for call in points.after:
             call(group)
         return result
 
     return act
 
 
-def _communicating(
-    group: Group,
-    name: str,
-    role: Role,
-    spans: list[Callable[..., Any]],
-    before: list[Callable[..., Any]],
-    after: list[Callable[..., Any]],
-) -> Callable[..., Any]:
+def _communicating(group: Group, name: str, role: Role, points: _Points) -> Callable[..., Any]:
     """Return what replaces a method that communicates."""
     method = getattr(type(group), name)
     doing = "gathering the shard unit" if role == "gather" else "reducing the gradients of the shard unit"
 
     def act(*args: Any, **kwargs: Any) -> Any:
-        for call in before:
+        for call in points.before:
             call(group)
         try:
             if torch.is_inference_mode_enabled():
@@ -197,14 +203,16 @@ def _communicating(
             if is_lost(error):
                 raise lost_rank_error(error, f"{doing} {name_of(group)!r}") from error
             raise
-        for call in after:
+        for call in points.after:
             call(group)
         return result
 
     def act_within(*args: Any, **kwargs: Any) -> Any:
+        if not points.spans:
+            return act(*args, **kwargs)
         with ExitStack() as stack:
-            for span in spans:
+            for span in points.spans:
                 stack.enter_context(span(group, role))
             return act(*args, **kwargs)
 
-    return act_within if spans else act
+    return act_within
