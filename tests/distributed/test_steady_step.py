@@ -172,7 +172,8 @@ def subscribers_of(rank: int, steps: int, how: str) -> list[str]:
                 for param in model.parameters():
                     param -= 0.1 * param.grad
         model.zero_grad()
-    freed = [group for group in state.groups if not stays_gathered(group)]  # of others it is told what users set
+    # Groups that stay gathered are watched for settings.
+    freed = [group for group in state.groups if not stays_gathered(group)]
     watched = {name for group in freed for name in vars(group) if callable(vars(group)[name])}
     assert (state.lost_writes is None) == ("_to_sharded" not in watched)
     return sorted(watched)

@@ -85,7 +85,7 @@ def _differences(
         if key not in group or key not in ours or (key in _CYCLED and "max_momentum" in group):
             continue
         own, saved = ours[key], group[key]
-        if key == "lr" and "initial_lr" in group:  # what a scheduler made of it is no setting
+        if key == "lr" and "initial_lr" in group:  # a scheduler has changed lr; initial_lr is the setting
             key, own, saved = "initial_lr", ours.get("initial_lr", own), group["initial_lr"]
         if _plain(own) != _plain(saved):
             yield key, own, saved

@@ -37,7 +37,7 @@ class NestedKinds:
     is_tensor: Callable[[Any], bool]
     """Whether a value is stored as a tensor."""
     mapping: Callable[[Any], Mapping[Any, Any] | None]
-    """Returns a value as the mapping that it is; None if it is none."""
+    """Returns the value if it is a mapping, None otherwise."""
 
 
 def flatten_nested(
