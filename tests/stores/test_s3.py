@@ -92,11 +92,15 @@ def test_every_format_is_sent_in_parts(settings: dict[str, Any], s3: Any, folder
 
 def test_everything_else_is_sent(s3: Any, folder: Path, tmp_path: Path) -> None:
     """Optimizer, numbers and text beside the weights, empty tensors and tensors of one element."""
-    for name, settings in (("zip.pth", {}), ("local", {"to": "dcp"}), ("torch_dcp", {"to": "local"})):
-        convert(folder / name, f"s3://bucket/{name}.pth", keep="all", overwrite=True, **settings)
-        convert(folder / name, tmp_path / f"{name}.pth", keep="all", fsync=False, **settings)
-        assert verify(f"s3://bucket/{name}.pth").ok
-        assert diff(f"s3://bucket/{name}.pth", tmp_path / f"{name}.pth").same
+    for name, out, settings in (
+        ("zip.pth", "a.pth", {}),
+        ("local", "b", {"to": "dcp"}),
+        ("torch_dcp", "c", {"to": "local"}),
+    ):
+        convert(folder / name, f"s3://bucket/{out}", keep="all", overwrite=True, **settings)
+        convert(folder / name, tmp_path / out, keep="all", fsync=False, **settings)
+        assert verify(f"s3://bucket/{out}").ok
+        assert diff(f"s3://bucket/{out}", tmp_path / out).same
 
 
 def test_a_quantised_folder_says_so(s3: Any, tmp_path: Path) -> None:
