@@ -31,13 +31,11 @@ from mmfsdp.config import (
     ModuleNameWrap,
     NoWrap,
     PrecisionConfig,
-    PrecisionOverride,
     PrefetchConfig,
     ReferenceWrap,
     ShardConfig,
     ShardingConfig,
     SizeWrap,
-    written,
 )
 from mmfsdp.config.synonyms import SYNONYMS, Synonym, synonym_of
 from mmfsdp.errors import ConfigError
@@ -568,23 +566,6 @@ class TestShortForms:
         config = ShardConfig.from_dict({"engine": "FSDP2", "activation_checkpointing": "Full", "prefetch": "Post"})
         assert config == ShardConfig(engine="fsdp2", activation_checkpointing="full", prefetch="post")
         assert ShardConfig.from_dict({"init": {"device": "CPU"}}).init.device == "cpu"
-
-    def test_type_checkers_know_every_setting(self) -> None:
-        for model, settings_of_model in (
-            (ShardConfig, written.ShardSettings),
-            (ShardingConfig, written.ShardingSettings),
-            (PrefetchConfig, written.PrefetchSettings),
-            (PrecisionConfig, written.PrecisionSettings),
-            (PrecisionOverride, written.OverrideSettings),
-            (ActivationCheckpointingConfig, written.ActivationSettings),
-            (SizeWrap, written.SizeWrapSettings),
-            (ModuleClassWrap, written.ClassWrapSettings),
-            (ModuleNameWrap, written.NameWrapSettings),
-            (ReferenceWrap, written.ReferenceWrapSettings),
-            (AnyOf, written.CombinedWrapSettings),
-            (AllOf, written.CombinedWrapSettings),
-        ):
-            assert model.model_fields.keys() == settings_of_model.__annotations__.keys(), model
 
 
 class TestMistakes:

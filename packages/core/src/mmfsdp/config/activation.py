@@ -11,7 +11,7 @@ from mmfsdp.config.fields import Names, Reference, as_mapping, is_word, one_of
 from mmfsdp.config.wrap import Wrap
 
 if TYPE_CHECKING:
-    from mmfsdp.config.written import ActivationSettings
+    from mmfsdp.config.written import ActivationCheckpointingSettings
 
 __all__ = ["ActivationCheckpointing", "ActivationCheckpointingConfig"]
 
@@ -24,7 +24,7 @@ class ActivationCheckpointingConfig(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[ActivationSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[ActivationCheckpointingSettings]) -> None: ...
 
     mode: _Mode = "full"
     """``full``: every shard unit below the root (or what ``modules`` selects). ``every_n``: each n-th of those.

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from mmfsdp.config.base import ConfigModel
-
-if TYPE_CHECKING:
-    from mmfsdp.config.written import CompileSettings
 
 __all__ = ["Compile", "CompileConfig"]
 
 
 class CompileConfig(ConfigModel):
     """Compilation: each shard unit below the root is compiled in place, as ``module.compile()`` does."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **settings: Unpack[CompileSettings]) -> None: ...
 
     fullgraph: bool = False
     """Raise where torch cannot compile a unit into one graph, instead of running that part eagerly."""

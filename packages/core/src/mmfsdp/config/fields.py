@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from mmfsdp.basics.text import compile_pattern
 from mmfsdp.errors import MmfsdpError, closest
 
 __all__ = [
+    "Accepted",
     "Dtype",
     "Names",
     "Pattern",
@@ -28,6 +30,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What users may write for a type of settings, for type checkers: ``python tools/settings_types.py`` reads it."""
+
+    types: str
+    """A union, in which torch's classes may stand."""
 
 
 def _checked(check: Callable[[Any], T]) -> BeforeValidator:
@@ -129,12 +139,13 @@ def as_mapping(
     return BeforeValidator(validate, json_schema_input_type=schema)
 
 
-Dtype = Annotated[str, _checked(_floating_dtype)]
+Dtype = Annotated[str, _checked(_floating_dtype), Accepted("torch.dtype | str")]
 """A floating point dtype in any spelling, kept as its canonical name such as ``'bfloat16'``."""
 
 Strategy = Annotated[
     Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
     BeforeValidator(read_strategy),
+    Accepted("ShardingStrategy | str"),
 ]
 """A sharding strategy by the name that torch's FSDP1 gave it; any case, or torch's enum member."""
 
@@ -148,6 +159,7 @@ Names = Annotated[
     tuple[str, ...],
     BeforeValidator(_names, json_schema_input_type=str | list[str]),
     PlainSerializer(list, return_type=list[str]),
+    Accepted("AnyNames"),
 ]
 """One name or a list of names; a class stands for its name."""
 

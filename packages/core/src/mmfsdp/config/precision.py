@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Dtype, Names, as_mapping, one_of
+from mmfsdp.config.fields import Accepted, Dtype, Names, as_mapping, one_of
 from mmfsdp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mmfsdp.config.written import OverrideSettings, PrecisionSettings
+    from mmfsdp.config.written import PrecisionOverrideSettings, PrecisionSettings
 
 __all__ = ["PRESETS", "Precision", "PrecisionConfig", "PrecisionOverride"]
 
@@ -50,12 +50,17 @@ def _read_preset(value: Any) -> str:
     return _preset_word(str(value) if _is_torch_dtype(value) else value)
 
 
+_Preset = Annotated[
+    Literal["fp32", "bf16", "fp16", "bf16-pure"], BeforeValidator(_read_preset), Accepted("torch.dtype | str")
+]
+
+
 class PrecisionOverride(ConfigModel):
     """Dtypes for the shard units whose module matches, in place of the model-wide ones."""
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[OverrideSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[PrecisionOverrideSettings]) -> None: ...
 
     modules: Names = Field(min_length=1)
     """Class names or FQN patterns. A match becomes a shard unit of its own if it is none yet; in place of a container
@@ -72,7 +77,7 @@ class PrecisionConfig(ConfigModel):
 
         def __init__(self, **settings: Unpack[PrecisionSettings]) -> None: ...
 
-    preset: Annotated[Literal["fp32", "bf16", "fp16", "bf16-pure"], BeforeValidator(_read_preset)] = "fp32"
+    preset: _Preset = "fp32"
     """Starting point; a field given beside it wins. A dtype stands for the preset of its name. ``fp16`` needs a
     gradient scaler."""
     param_dtype: Dtype | None = None
@@ -126,6 +131,6 @@ Precision = Annotated[
         _read_preset,
         _is_bare,
         expected="a preset, a dtype",
-        schema=PrecisionConfig | Literal["fp32", "bf16", "fp16", "bf16-pure"],
+        schema=PrecisionConfig | _Preset,
     ),
 ]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Valida
 from mmfsdp.config.activation import ActivationCheckpointing
 from mmfsdp.config.base import ConfigModel
 from mmfsdp.config.compiling import Compile
-from mmfsdp.config.fields import Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
+from mmfsdp.config.fields import Accepted, Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
 from mmfsdp.config.optimizing import OptimizerConfig
 from mmfsdp.config.precision import Precision, PrecisionConfig
 from mmfsdp.config.wrap import AutoWrap, Wrap
@@ -35,7 +35,9 @@ def _backward_name(text: str) -> str:
 
 
 _read_backward = one_of("pre", "post", "none", spelling=_backward_name)
-_Backward = Annotated[Literal["pre", "post", "none"], BeforeValidator(_read_backward)]
+_Backward = Annotated[
+    Literal["pre", "post", "none"], BeforeValidator(_read_backward), Accepted("BackwardPrefetch | str")
+]
 
 
 def _is_bool(value: Any) -> bool:

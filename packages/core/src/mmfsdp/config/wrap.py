@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 from pydantic import BeforeValidator, Field, JsonValue, PositiveInt
 
 from mmfsdp.config.base import ConfigModel
-from mmfsdp.config.fields import Names, Patterns, Reference
+from mmfsdp.config.fields import Accepted, Names, Patterns, Reference
 
 if TYPE_CHECKING:
     from mmfsdp.config.written import (
-        ClassWrapSettings,
-        CombinedWrapSettings,
-        NameWrapSettings,
+        AllOfSettings,
+        AnyOfSettings,
+        ModuleClassWrapSettings,
+        ModuleNameWrapSettings,
         ReferenceWrapSettings,
         SizeWrapSettings,
     )
@@ -68,7 +69,7 @@ class ModuleClassWrap(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[ClassWrapSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[ModuleClassWrapSettings]) -> None: ...
 
     kind: Literal["module_class"] = "module_class"
     classes: Names = Field(min_length=1)
@@ -80,7 +81,7 @@ class ModuleNameWrap(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[NameWrapSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[ModuleNameWrapSettings]) -> None: ...
 
     kind: Literal["module_name"] = "module_name"
     patterns: Patterns = Field(min_length=1)
@@ -105,7 +106,7 @@ class AnyOf(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[CombinedWrapSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[AnyOfSettings]) -> None: ...
 
     kind: Literal["any_of"] = "any_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)
@@ -116,7 +117,7 @@ class AllOf(ConfigModel):
 
     if TYPE_CHECKING:
 
-        def __init__(self, **settings: Unpack[CombinedWrapSettings]) -> None: ...
+        def __init__(self, **settings: Unpack[AllOfSettings]) -> None: ...
 
     kind: Literal["all_of"] = "all_of"
     policies: tuple[Wrap, ...] = Field(min_length=1)
@@ -152,6 +153,7 @@ def _shorthand(value: Any) -> Any:
 Wrap = Annotated[
     _Kinds,
     BeforeValidator(_shorthand, json_schema_input_type=_Kinds | str | list[str] | None),
+    Accepted("AnyWrap"),
 ]
 """Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'auto'``,
 ``'none'``, ``'size'``; another word is the name of a class, and a list has several; None is `NoWrap`."""
