@@ -28,7 +28,7 @@ from mmfsdp.checkpoint import open_layout
 from mmfsdp.checkpoint.files.siblings import Kind, Lease, new_token, sibling
 from mmfsdp.saving import save as save_module
 from mmfsdp.saving import save_ledger, step_messages
-from mmfsdp.saving.run_directory import Retention, RunDirectory
+from mmfsdp.saving.directory.run import Retention, RunDirectory
 from mmfsdp.testing import run_ranks, single_rank
 
 BATCH = 12
@@ -375,7 +375,7 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from mmfsdp.saving.run_directory import RunDirectory
+from mmfsdp.saving.directory.run import RunDirectory
 held = RunDirectory(Path(sys.argv[1]), run=None, model="any")
 print("held", os.getpid(), flush=True)
 time.sleep(100)
@@ -399,7 +399,7 @@ HEIR = """
 import ctypes, os, signal, sys
 from pathlib import Path
 from mmfsdp.checkpoint.files.siblings import sibling, Kind, Lease
-from mmfsdp.saving.run_directory import RunDirectory
+from mmfsdp.saving.directory.run import RunDirectory
 held = RunDirectory(Path(sys.argv[1]), run=None, model="any")
 claim = Lease.take(Path(sys.argv[1], ".step_1.mmfsdp-claim"))
 child = os.fork() if sys.argv[2] == "python" else ctypes.CDLL(None).fork()

@@ -1,6 +1,10 @@
 from mmfsdp.saving.archives import write_archive as write_archive
 from mmfsdp.saving.background import PendingSave as PendingSave
-from mmfsdp.saving.held_directory import HeldDirectory as HeldDirectory
+from mmfsdp.saving.directory.disk import names_of_damaged as names_of_damaged
+from mmfsdp.saving.directory.held import HeldDirectory as HeldDirectory
+from mmfsdp.saving.directory.store import Store as Store
+from mmfsdp.saving.directory.store import open_directory as open_directory
+from mmfsdp.saving.directory.store import open_store as open_store
 from mmfsdp.saving.load import reference_of as reference_of
 from mmfsdp.saving.manager_settings import LoopSettings as LoopSettings
 from mmfsdp.saving.node_tier import NodeTier as NodeTier
@@ -9,9 +13,6 @@ from mmfsdp.saving.reading import open_shared as open_shared
 from mmfsdp.saving.reading import read_checkpoint as read_checkpoint
 from mmfsdp.saving.reading import read_verified as read_verified
 from mmfsdp.saving.reading import read_whole as read_whole
-from mmfsdp.saving.run_directory import names_of_damaged as names_of_damaged
 from mmfsdp.saving.save import write_checkpoint as write_checkpoint
 from mmfsdp.saving.save_loop import RunWriter as RunWriter
 from mmfsdp.saving.save_loop import SaveLoop as SaveLoop
-from mmfsdp.saving.stores import Store as Store
-from mmfsdp.saving.stores import open_store as open_store

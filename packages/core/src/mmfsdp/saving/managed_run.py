@@ -16,7 +16,7 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.saving.background import PendingSave
-from mmfsdp.saving.held_run import HeldRun
+from mmfsdp.saving.directory.held import HeldRun
 from mmfsdp.saving.load import load_with_rest
 from mmfsdp.saving.manager_settings import ManagerSettings
 from mmfsdp.saving.node_tier import NodeTier

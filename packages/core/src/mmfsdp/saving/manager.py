@@ -15,12 +15,12 @@ from mmfsdp.checkpoint.files.disk import place, refuse_empty
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments, same_path
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.held_run import HeldRun
+from mmfsdp.saving.directory.held import HeldRun
+from mmfsdp.saving.directory.record import identity_of
+from mmfsdp.saving.directory.run import Retention
 from mmfsdp.saving.managed_run import ManagedRun
 from mmfsdp.saving.manager_settings import ManagerSettings
 from mmfsdp.saving.node_tier import NodeTier
-from mmfsdp.saving.run_directory import Retention
-from mmfsdp.saving.run_record import identity_of
 from mmfsdp.saving.run_state import RunState, Stateful
 from mmfsdp.saving.save_loop import SaveLoop
 

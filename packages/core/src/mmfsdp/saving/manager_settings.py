@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.saving.run_directory import Retention, check_count
+from mmfsdp.saving.directory.run import Retention, check_count
 
 __all__ = ["LoopSettings", "ManagerSettings"]
 

@@ -21,6 +21,8 @@ from mmfsdp.collective.steps import broadcast_object, gather_objects, gather_to_
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.archives import write_own_part
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
+from mmfsdp.saving.directory.disk import take_lease
+from mmfsdp.saving.directory.record import identity_of
 from mmfsdp.saving.node_copies import exchange_copies
 from mmfsdp.saving.node_files import (
     Newest,
@@ -35,8 +37,6 @@ from mmfsdp.saving.node_files import (
 )
 from mmfsdp.saving.node_shards import NodeShards, boxes_of_rank, header_of, needed_owners
 from mmfsdp.saving.publishing import as_checkpoint_error
-from mmfsdp.saving.run_directory import take_directory
-from mmfsdp.saving.run_record import identity_of
 from mmfsdp.state.model import model_state_dict
 
 __all__ = ["NodeTier"]
@@ -71,7 +71,7 @@ class NodeTier:
         def open_directory() -> None:
             with as_checkpoint_error(directory):
                 (directory / f"rank{scope.place}").mkdir(parents=True, exist_ok=True)
-                self._leases.append(take_directory(directory / f".rank{scope.place}.mmfsdp-run-lease"))
+                self._leases.append(take_lease(directory / f".rank{scope.place}.mmfsdp-run-lease"))
                 scan(directory, model=self._model, run=run)
 
         self._nodes = nodes = gather_objects(scope, host_of())

@@ -20,7 +20,8 @@ from mmfsdp.errors import (
     FormatError,
     IncompleteCheckpointError,
 )
-from mmfsdp_mmengine.checkpoints.folders import folder_of, open_folder, series
+from mmfsdp.saving import open_directory
+from mmfsdp_mmengine.checkpoints.folders import folder_of, series
 from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.processes.turns import firsts_of_machines
 
@@ -107,13 +108,13 @@ def _set_aside(damaged: Collection[str], loaded: str, scope: Scope) -> None:
     """Rename the damaged checkpoints that would be newer than what was loaded. Collective: every rank."""
 
     def rename() -> None:
-        folder = open_folder(folder_of(loaded))
+        folder = folder_of(loaded)
         for places in series(folder):
             for place in places:
                 if place not in damaged and not _is_damaged(place):
                     break
-                target = folder.set_aside(place.rpartition("/")[2])
-                print_log(f"Renamed {place} to {target}.", logger="current", level=logging.WARNING)
+                if (target := open_directory(folder).set_aside(place.rpartition("/")[2])) is not None:
+                    print_log(f"Renamed {place} to {target}.", logger="current", level=logging.WARNING)
 
     on_all_ranks(rename if scope.is_first else lambda: None, scope)
 
@@ -171,7 +172,7 @@ def _newest(folders: Sequence[str], without: Collection[str]) -> str | None:
     """Return the checkpoint that has done the most iterations, of those that can be resumed."""
     found = []
     for folder in dict.fromkeys(folders):
-        for places in series(open_folder(folder)):
+        for places in series(folder):
             first = next((place for place in places if place not in without and _can_resume(place)), None)
             found += [] if first is None else [first]
     return found[0] if len(found) == 1 else max(found, key=_iterations, default=None)
@@ -185,7 +186,7 @@ def _iterations(place: str) -> int:
 
 
 def _all_in(folders: Iterable[str]) -> list[str]:
-    return [place for folder in dict.fromkeys(folders) for places in series(open_folder(folder)) for place in places]
+    return [place for folder in dict.fromkeys(folders) for places in series(folder) for place in places]
 
 
 def _trouble(place: str) -> str | None:

@@ -7,10 +7,9 @@ from contextlib import suppress
 
 from mmfsdp.collective import Scope, on_all_ranks
 from mmfsdp.saving import HeldDirectory, Store, open_store
+from mmfsdp_mmengine.checkpoints.folders import is_checkpoint
 
 __all__ = ["Output", "StoreFiles"]
-
-_SUFFIXES = (".pth", ".pt")
 
 
 class StoreFiles:
@@ -42,12 +41,6 @@ class StoreFiles:
 
     rmtree = remove
 
-    def remove_remains(self) -> None:
-        """Remove the checkpoints that killed saves have left without a manifest. No save may be running."""
-        for name in self._store.names():
-            if name.endswith(_SUFFIXES) and not self._store.is_complete(name):
-                self._store.remove(name)
-
     def _is_own(self, path: str) -> bool:
         return path.rpartition("/")[0] == self._url.rstrip("/")
 
@@ -78,8 +71,8 @@ class Output:
         try:
             for place in places:
                 self._held.append(HeldDirectory(place, scope))
-            if (files := self.files) is not None:
-                on_all_ranks(lambda: files.remove_remains() if scope.is_first else None, scope)
+            if store is not None:
+                on_all_ranks(lambda: store.remove_remains(is_checkpoint) if scope.is_first else None, scope)
         except BaseException:
             self.close()
             raise

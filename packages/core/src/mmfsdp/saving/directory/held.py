@@ -1,4 +1,4 @@
-"""Lets the ranks of a run act on its directory together: the first one holds it, and all know what came of it."""
+"""Lets ranks act on a directory together: the first one holds it, and all know what came of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,53 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, RunDirectoryError
+from mmfsdp.saving.directory.disk import Hold
+from mmfsdp.saving.directory.run import Retention, RunDirectory
+from mmfsdp.saving.directory.store import open_directory
 from mmfsdp.saving.publishing import as_checkpoint_error
-from mmfsdp.saving.run_directory import Retention, RunDirectory
-from mmfsdp.saving.run_store import RunStore
 
-__all__ = ["HeldRun"]
+__all__ = ["HeldDirectory", "HeldRun"]
 
 _log = logging.getLogger("mmfsdp.saving")
+
+
+class HeldDirectory:
+    """A directory that this job holds until it is closed or the job ends. Making one is collective: every rank.
+
+    What killed saves have left there is removed.
+
+    Args:
+        path: A path, which is created if it is missing, or a URL in a store. The same on every rank.
+        scope: The ranks.
+
+    Raises:
+        RunDirectoryError: A running job holds the directory on a disk; raised on every rank.
+        CheckpointError: It cannot be created or written; raised on every rank.
+    """
+
+    def __init__(self, path: str | Path, scope: Scope) -> None:
+        self._scope, self._is_store = scope, is_remote(target := place(path))
+
+        def hold() -> Hold | None:
+            with as_checkpoint_error(target):
+                return open_directory(target).hold() if scope.is_first else None
+
+        self._hold = on_all_ranks(hold, scope)
+
+    def check(self) -> None:
+        """Raise a ``RunDirectoryError`` if another job has opened the directory in a store. Collective: every rank."""
+        if self._is_store:
+            on_all_ranks(lambda: None if self._hold is None else self._hold.check(), self._scope)
+
+    def close(self) -> None:
+        """Let other jobs have the directory. Not collective."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.release()
 
 
 class HeldRun:
@@ -36,12 +73,11 @@ class HeldRun:
     def __init__(self, path: Path, scope: Scope, *, run: str | None, model: str) -> None:
         self.path, self._scope = path, scope
 
-        def open_directory() -> RunDirectory | RunStore | None:
+        def open_run() -> RunDirectory | None:
             with as_checkpoint_error(path):
-                keeper = RunStore if is_remote(path) else RunDirectory
-                return keeper(path, run=run, model=model) if scope.is_first else None
+                return RunDirectory(path, run=run, model=model) if scope.is_first else None
 
-        self._files = on_all_ranks(open_directory, scope)
+        self._files = on_all_ranks(open_run, scope)
         self.num_unread = shared(lambda: self._files and len(self._files.checkpoints()), scope) or 0
         """How many checkpoints there were, until the run has resumed."""
 
@@ -74,7 +110,7 @@ class HeldRun:
     def retain(self, retention: Retention) -> None:
         """Remove the checkpoints that need not be kept."""
 
-        def act(files: RunDirectory | RunStore) -> None:
+        def act(files: RunDirectory) -> None:
             try:
                 files.retain(retention)
             except (OSError, CheckpointError) as error:  # an old checkpoint too many does no harm
@@ -97,7 +133,7 @@ class HeldRun:
         if files is not None:
             files.close()
 
-    def _on_first(self, step: Callable[[RunDirectory | RunStore], None], path: Path) -> None:
+    def _on_first(self, step: Callable[[RunDirectory], None], path: Path) -> None:
         """Do something with the directory on the first rank; if it fails, raise on all."""
 
         def act() -> None:

@@ -1,7 +1,10 @@
-"""Writes, lists and removes the files of a run in a store such as S3, through fsspec."""
+"""A directory in a store such as S3, through fsspec: its files, its checkpoints, and the job that opened it last."""
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +16,20 @@ from mmfsdp.checkpoint.manifest import MANIFEST_NAME
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
 from mmfsdp.checkpoint.remote.pacing import call_within
 from mmfsdp.checkpoint.remote.urls import WEB, Url
-from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
+from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError, RunDirectoryError
+from mmfsdp.saving.directory.disk import Directory, DiskDirectory, Hold, names_of_damaged
 
-__all__ = ["Store", "check_store", "open_store"]
+__all__ = ["Store", "check_store", "open_directory", "open_store"]
+
+_HOLDER = "holder.json"
 
 T = TypeVar("T")
 
 
 class Store:
-    """A directory in a store. A file appears there whole; nothing can be locked, or renamed in one step.
+    """A directory in a store; see `Directory`.
+
+    A file appears there whole. Nothing can be locked, or renamed in one step.
 
     Args:
         path: A URL that `mmfsdp.checkpoint.files.disk.place` has opened.
@@ -37,6 +45,27 @@ class Store:
         self.path = path
         self._store, to_path = fsspec_store(url)
         self._root = to_path(url.full).rstrip("/")
+
+    def hold(self) -> Hold:
+        """Note that this job has opened the directory. The job before it gets an error at its next save."""
+        return _Holder(self)
+
+    def checkpoints(self, is_wanted: Callable[[str], object]) -> list[str]:
+        """Return the names of the checkpoints that are complete and pass a test by name."""
+        return [name for name in self.names() if is_wanted(name) and self.is_complete(name)]
+
+    def set_aside(self, name: str) -> str:
+        """Move a damaged checkpoint to another name, and return that."""
+        taken = self.names()
+        target = next(new for new in names_of_damaged(name) if new not in taken)
+        self.move(name, target)
+        return target
+
+    def remove_remains(self, is_wanted: Callable[[str], object]) -> None:
+        """Remove the checkpoints that killed saves have left without a manifest, of those that pass a test by name."""
+        for name in self.names():
+            if is_wanted(name) and not self.is_complete(name):
+                self.remove(name)
 
     def names(self, name: str = "") -> list[str]:
         """Return the names of what lies right below the directory, or below one in it."""
@@ -109,14 +138,45 @@ class Store:
             raise CheckpointError(f"The store says {reason!r}.", file=str(self.path)) from hide_secrets(error)
 
 
+class _Holder:
+    """This job, as the one that has opened a directory last."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._own = {"host": os.uname().nodename, "pid": os.getpid(), "token": secrets.token_hex(8)}
+        store.write(_HOLDER, json.dumps(self._own).encode())
+
+    def check(self) -> None:
+        held = self._store.read(_HOLDER)
+        if held is not None and (holder := json.loads(held)) != self._own:
+            raise RunDirectoryError(
+                f"Process {holder.get('pid', '?')} on host {holder.get('host', '?')!r} has opened the directory of "
+                "this run. This job saves nothing more: end it, or let the other one use another directory.",
+                file=str(self._store.path),
+            )
+
+    def release(self) -> None:
+        pass  # the next job may take the directory at any time
+
+
+def open_directory(path: str | Path) -> Directory:
+    """Return a directory on this machine, or in a store if the path is a URL. Not collective; nothing is created.
+
+    Raises:
+        ConfigError: The URL is malformed, or the store's driver is not installed; or it is one of the web.
+    """
+    target = place(path)
+    return Store(target) if is_remote(target) else DiskDirectory(target)
+
+
 def open_store(path: str | Path) -> Store | None:
     """Return the directory that a URL names in a store; ``None`` for a path on this machine. Not collective.
 
     Raises:
         ConfigError: The URL is malformed, or the store's driver is not installed; or it is one of the web.
     """
-    target = place(path)
-    return Store(target) if is_remote(target) else None
+    directory = open_directory(path)
+    return directory if isinstance(directory, Store) else None
 
 
 def check_store(path: Path, kind: str) -> None:
