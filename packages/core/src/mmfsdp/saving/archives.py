@@ -14,8 +14,9 @@ from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.embedded_sums import embed_sums
-from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.publishing import DirectorySave, Files
 from mmfsdp.saving.replica_shares import share_of
 from mmfsdp.saving.skeletons import skeleton_of, stored_bytes
 from mmfsdp.saving.summed_files import summed_file

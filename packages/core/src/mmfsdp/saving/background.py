@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmfsdp.collective.channels import GlooChannel
 from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.failures import failures, log_failure
-from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.saving.staging import Stager
 
 __all__ = ["PendingSave", "Saver", "own_copy", "saver_of", "settle_saves"]

@@ -36,7 +36,8 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
 from mmfsdp.runtime.dtensors import box_of, placements_of, whole_tensor
-from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.directory.errors import as_checkpoint_error
+from mmfsdp.saving.publishing import DirectorySave, Files
 from mmfsdp.saving.skeletons import bytes_of
 from mmfsdp.saving.summed_files import copy_into
 from mmfsdp.saving.written_parts import Stretch, WrittenParts, joined_on_first

@@ -15,8 +15,8 @@ from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import CorruptCheckpointError
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.node_files import NodeFile, exchange
-from mmfsdp.saving.publishing import as_checkpoint_error
 
 __all__ = ["exchange_copies"]
 

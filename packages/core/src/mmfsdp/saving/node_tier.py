@@ -22,6 +22,7 @@ from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.archives import write_own_part
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
 from mmfsdp.saving.directory.disk import take_lease
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.record import identity_of
 from mmfsdp.saving.node_copies import exchange_copies
 from mmfsdp.saving.node_files import (
@@ -36,7 +37,6 @@ from mmfsdp.saving.node_files import (
     transfer,
 )
 from mmfsdp.saving.node_shards import NodeShards, boxes_of_rank, header_of, needed_owners
-from mmfsdp.saving.publishing import as_checkpoint_error
 from mmfsdp.state.model import model_state_dict
 
 __all__ = ["NodeTier"]

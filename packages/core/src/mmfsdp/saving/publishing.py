@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.files.atomic import commit, discard, refuse_existing, temporary_sibling
-from mmfsdp.checkpoint.files.disk import make_parent, not_written, of_file, sync
+from mmfsdp.checkpoint.files.disk import make_parent, sync
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_to_first, on_all_ranks, shared
-from mmfsdp.errors import CheckpointError, FormatError, MmfsdpError
+from mmfsdp.errors import CheckpointError
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 
-__all__ = ["DirectorySave", "Files", "as_checkpoint_error"]
+__all__ = ["DirectorySave", "Files"]
 
 Files = dict[str, FileEntry]
 """By file name, what the manifest says about each file."""
@@ -133,22 +134,3 @@ class DirectorySave:
             "or save with kind='full', which rank 0 writes alone. Nothing was written.",
             file=str(self.target),
         )
-
-
-class as_checkpoint_error:  # noqa: N801 - reads as a statement
-    """Turns any failure (a full disk, an object that cannot be pickled) into a `CheckpointError` that names the file.
-
-    Other ranks can receive such an error.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FormatError):
-            raise of_file(error, self._path) from error.__cause__
-        if isinstance(error, Exception) and not isinstance(error, MmfsdpError):
-            raise not_written(self._path, error) from error

@@ -21,10 +21,11 @@ from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.archives import write_rank_file, write_whole
 from mmfsdp.saving.background import PendingSave, own_copy, saver_of, settle_saves
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import check_store
 from mmfsdp.saving.gathering import WriteFile, with_boxes, write_gathered
 from mmfsdp.saving.model_folder import ModelFolder, write_model_folder
-from mmfsdp.saving.publishing import DirectorySave, as_checkpoint_error
+from mmfsdp.saving.publishing import DirectorySave
 from mmfsdp.saving.store_save import StoreSave, refuse_in_store, send_whole
 from mmfsdp.saving.torch_dcp import write_distributed
 from mmfsdp.state.model import model_state_dict

@@ -14,8 +14,9 @@ from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, manifest_bytes
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_to_first, on_all_ranks, shared
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import Store
-from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.publishing import DirectorySave, Files
 
 __all__ = ["StoreSave", "refuse_in_store", "send_whole"]
 

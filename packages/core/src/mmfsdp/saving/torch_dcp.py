@@ -31,7 +31,8 @@ from mmfsdp.checkpoint.formats.dcp_writer import dcp_metadata
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import MmfsdpError, StateDictError
-from mmfsdp.saving.publishing import DirectorySave, Files, as_checkpoint_error
+from mmfsdp.saving.directory.errors import as_checkpoint_error
+from mmfsdp.saving.publishing import DirectorySave, Files
 from mmfsdp.saving.replica_shares import share_of
 from mmfsdp.saving.skeletons import Skeleton, bytes_of, skeleton_of_tensor
 from mmfsdp.saving.summed_files import summed_file

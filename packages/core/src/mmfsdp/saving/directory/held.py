@@ -12,9 +12,9 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, RunDirectoryError
 from mmfsdp.saving.directory.disk import Hold
+from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.run import Retention, RunDirectory
 from mmfsdp.saving.directory.store import open_directory
-from mmfsdp.saving.publishing import as_checkpoint_error
 
 __all__ = ["HeldDirectory", "HeldRun"]
 
