@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.core.recipes.test_recipes import PAIRS, shapes
+from tests.core.recipes.test_recipes import weights as golden
 from tests.core.web_server import serving
 from tests.distributed.test_state_dicts import equal
 from torch import nn
@@ -276,6 +278,52 @@ def test_layers_that_the_file_seems_to_hold_do_not_stay_initial(tmp_path: Path) 
         assert named in said
         assert remedy in said
     assert "add initial=['tower.layers.*.experts']." in first[0]
+
+
+class Named(nn.Module):
+    """A model that is only names and shapes."""
+
+    def __init__(self, shapes: dict[str, list[int]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+def advice(rank: int, folder: str) -> dict[str, list[str]]:
+    """What is said of each pair's file when the other's model shall be filled."""
+    found = {}
+    for source, recipe, target in PAIRS:
+        said = []
+        for one, two, settings in (
+            (source, target, {}),
+            (target, source, {"strict": True}),
+            (source, target, {"ignore_mismatched_sizes": True}),
+        ):
+            model = mmfsdp.shard(Named(shapes(two)), {"init": {"device": "cpu"}})
+            caught = warnings.catch_warnings(action="error", category=UserWarning)
+            with caught, pytest.raises((StateDictError, UserWarning)) as raised:
+                mmfsdp.load_pretrained(model, f"{folder}/{one}/model.safetensors", **settings)
+            said.append(str(raised.value))
+        found[recipe] = said
+    return found
+
+
+def test_the_shipped_recipe_that_fits_is_named(tmp_path: Path) -> None:
+    for name in {name for source, _, target in PAIRS for name in (source, target)}:
+        (tmp_path / name).mkdir()
+        save_file(golden(name), tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
+    [found] = run_ranks(advice, 1, str(tmp_path))
+    for recipe, (there, back, any_shape) in found.items():
+        assert f"Pass rules='{recipe}': this shipped recipe makes them." in there, (recipe, there)
+        assert f"Pass rules='{recipe}', inverse=True: this" in back, (recipe, back)
+        assert f"Pass rules='{recipe}': this" in any_shape, (recipe, any_shape)
 
 
 MATRIX, VECTOR = (8, 8), (8,)

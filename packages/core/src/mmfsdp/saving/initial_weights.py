@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.text import compile_pattern
+from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["left_initial", "module_globs", "without_patterns"]
@@ -20,7 +21,9 @@ _COMPUTED = ("inv_freq", "masked_bias", "num_batches_tracked", "position_ids")
 _NUMBERS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
-def left_initial(params: Collection[Sequence[str]], shapes: _Shapes, weights: Mapping[str, LazyTensor]) -> list[str]:
+def left_initial(
+    params: Collection[Sequence[str]], shapes: _Shapes, weights: Mapping[str, LazyTensor] | Mapping[str, TensorEntry]
+) -> list[str]:
     """Return the parameters that would stay initial by mistake. Not collective.
 
     New heads, adapters and parts that come from another checkpoint stay initial on purpose. So a missing parameter of a
@@ -76,7 +79,7 @@ def module_globs(names: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", module) for module in modules)]
 
 
-def _is_weight(name: str, value: LazyTensor) -> bool:
+def _is_weight(name: str, value: LazyTensor | TensorEntry) -> bool:
     """Whether a tensor may be trained: not a mask, a table of positions or a count."""
     is_mask = len(value.shape) > 2 and value.shape[0] == 1
     return str(value.dtype).removeprefix("torch.") in _NUMBERS and not is_mask and not name.endswith(_COMPUTED)

@@ -12,16 +12,18 @@ from typing import Any
 import torch.nn as nn
 
 from mmfsdp.basics.codes import not_restored
-from mmfsdp.basics.text import WRAPPER_PREFIX, clean_fqn, name_list
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.recipes.applying import apply_recipe
+from mmfsdp.checkpoint.recipes.applying import apply_recipe, folders_of
+from mmfsdp.checkpoint.recipes.fitting import fitting_recipes
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.initial_weights import left_initial, module_globs, without_patterns
 from mmfsdp.saving.load import reference_of, under_tied_names
+from mmfsdp.saving.own_names import count_filled, names_of_params, own_shapes, under_own_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
 from mmfsdp.saving.transformers_names import as_transformers_names
@@ -105,19 +107,30 @@ def load_pretrained(
     if strict and ignore_mismatched_sizes:
         raise ConfigError("'strict' and 'ignore_mismatched_sizes' contradict each other. Set one of them.")
 
+    unchanged: list[Layout] = []
+
     def rewrite(layout: Layout) -> Layout:
+        unchanged[:] = [layout]
         if rules is not None:
             return apply_recipe(layout, rules, inverse=inverse, values=values)
         weights = _converted(state, part_tensors(layout, "model"))
         tree = {name: TensorRef(name) for name in weights}
         return replace(layout, tensors=weights, tree=tree)
 
+    def advise(filled: Collection[str]) -> str:
+        return _shipped_recipe(unchanged[0], state, filled, initial, values)
+
     def fitted(source: Source) -> dict[str, LazyTensor]:
-        weights = _under_own_names(_one_per_place(source), state, path)
-        if not ignore_mismatched_sizes:
-            _check_shapes(weights, state, path)
-        if not strict:  # which raises for each name that is missing
-            _check_filled(weights, initial, state, path, has_rules=rules is not None)
+        weights = _checked(
+            _one_per_place(source),
+            state,
+            path,
+            advise,
+            initial=initial,
+            strict=strict,
+            any_shape=ignore_mismatched_sizes,
+            has_rules=rules is not None,
+        )
         return under_tied_names(weights, state)
 
     known = None if reference is None else reference if isinstance(reference, Layout) else Path(reference)
@@ -132,7 +145,11 @@ def load_pretrained(
     report = load_model_state_dict(model, weights, strict=strict, read_once=True)
     on_all_ranks(source.check_unchanged, scope)
     if scope.is_first and not report.clean:
-        warnings.warn(f"{path} does not fit {type(state.module).__name__} in all names: {report}.", stacklevel=2)
+        advice = advise([*weights]) if report.missing and report.unexpected else ""
+        warnings.warn(
+            f"{path} does not fit {type(state.module).__name__} in all names: {report}.{advice and f' {advice}'}",
+            stacklevel=2,
+        )
     return report
 
 
@@ -149,42 +166,47 @@ def _one_per_place(source: Source) -> dict[str, LazyTensor]:
 
 def _converted(state: ShardedModel, weights: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the weights as transformers converts them for its model, if that fills more of the model."""
-    params = _names_of_params(state)
-
-    def count_filled(names: Collection[str]) -> int:
-        spelt = [{spell(name) for name in names}.union(names) for spell in _spellings(state)]
-        return max(sum(any(name in each for name in own) for own in params) for each in spelt)
-
-    filled = count_filled(weights)
-    if filled == len(params):
+    filled = count_filled(weights, state)
+    if filled == len(names_of_params(state)):
         return weights
     converted = as_transformers_names(state.module, weights)
-    return weights if converted is None or count_filled(converted) <= filled else converted
+    return weights if converted is None or count_filled(converted, state) <= filled else converted
 
 
-def _spellings(state: ShardedModel) -> list[Callable[[str], str]]:
-    base = getattr(state.module, "base_model_prefix", "")
-    prefixes = [WRAPPER_PREFIX, *([f"{base}."] if base else [])]
-    spellings: list[Callable[[str], str]] = [lambda name: name]
-    spellings += [lambda name, prefix=prefix: name.removeprefix(prefix) for prefix in prefixes]  # type: ignore[misc]
-    spellings += [lambda name, prefix=prefix: prefix + name for prefix in prefixes]  # type: ignore[misc]
-    return spellings
+def _checked(
+    weights: dict[str, LazyTensor],
+    state: ShardedModel,
+    path: Any,
+    advise: Callable[[Collection[str]], str],
+    *,
+    initial: Sequence[str],
+    strict: bool,
+    any_shape: bool,
+    has_rules: bool,
+) -> dict[str, LazyTensor]:
+    """Return the weights under the model's names.
+
+    Raises:
+        StateDictError: They do not fit the model.
+    """
+    own = own_shapes(state)
+    spelt = under_own_names(weights, state)
+    if not spelt:
+        raise StateDictError(_unlike(weights, own, state, path, advise(())))
+    if not any_shape:
+        _check_shapes(spelt, own, state, path, advise)
+    left = without_patterns(left_initial(names_of_params(state), own, spelt), initial)
+    if left and not strict:  # which raises for each name that is missing
+        raise StateDictError(_unfilled(spelt, own, left, state, path, advise(spelt), has_rules=has_rules))
+    if strict and count_filled(spelt, state) < len(names_of_params(state)) and (advice := advise(spelt)):
+        raise StateDictError(f"{path} does not fill all parameters of {type(state.module).__name__}. {advice}")
+    return spelt
 
 
-def _under_own_names(weights: dict[str, LazyTensor], state: ShardedModel, path: Any) -> dict[str, LazyTensor]:
-    """Return the weights without a prefix that the model's names lack, or with one that they have."""
-    own = _own_shapes(state)
-    spellings = _spellings(state)
-    matches = [sum(spelt(name) in own for name in weights) for spelt in spellings]
-    if not any(matches):
-        raise StateDictError(_unlike(weights, own, state, path))
-    spelt = spellings[matches.index(max(matches))]
-    # A name that already is the model's own stays: a head, say, lies beside the base model.
-    return {name if name in own else spelt(name): value for name, value in weights.items()}
-
-
-def _unlike(weights: Mapping[str, LazyTensor], own: Collection[str], state: ShardedModel, path: Any) -> str:
-    remedy = (
+def _unlike(
+    weights: Mapping[str, LazyTensor], own: Collection[str], state: ShardedModel, path: Any, advice: str
+) -> str:
+    remedy = advice or (
         "Give 'rules', a recipe that rewrites them; mmfsdp.checkpoint.known_recipes() lists those that are shipped."
     )
     if prefix := common_prefix(weights, own):
@@ -196,38 +218,73 @@ def _unlike(weights: Mapping[str, LazyTensor], own: Collection[str], state: Shar
     )
 
 
-def _check_shapes(weights: Mapping[str, LazyTensor], state: ShardedModel, path: Any) -> None:
-    wanted = {name: shape for name, shape in _own_shapes(state).items() if name in weights}
+def _check_shapes(
+    weights: Mapping[str, LazyTensor],
+    own: Mapping[str, tuple[int, ...]],
+    state: ShardedModel,
+    path: Any,
+    advise: Callable[[Collection[str]], str],
+) -> None:
+    wanted = {name: shape for name, shape in own.items() if name in weights}
     report = compare_shapes(wanted, {name: tuple(weights[name].shape) for name in wanted})
     if not report.clean:
-        raise StateDictError(
-            f"{path} does not fit {type(state.module).__name__}: {report}. Set 'ignore_mismatched_sizes' to leave "
-            "these as they are, or give 'rules', a recipe that changes their shapes."
+        fitting = [name for name in weights if tuple(weights[name].shape) == own.get(name)]
+        remedy = advise(fitting) or (
+            "Set 'ignore_mismatched_sizes' to leave these as they are, or give 'rules', a recipe that changes their "
+            "shapes."
         )
+        raise StateDictError(f"{path} does not fit {type(state.module).__name__}: {report}. {remedy}")
 
 
-def _check_filled(
-    weights: Mapping[str, LazyTensor], initial: Sequence[str], state: ShardedModel, path: Any, *, has_rules: bool
-) -> None:
-    own = _own_shapes(state)
-    left = without_patterns(left_initial(_names_of_params(state), own, weights), initial)
-    if not left:
-        return
+def _unfilled(
+    weights: Mapping[str, LazyTensor],
+    own: Collection[str],
+    left: Sequence[str],
+    state: ShardedModel,
+    path: Any,
+    advice: str,
+    *,
+    has_rules: bool,
+) -> str:
     others = name_list([name for name in weights if name not in own], 3)
     globs = module_globs(left)
     recipe = "Change the recipe so that it makes them" if has_rules else "Give 'rules', a recipe that makes them"
-    remedy = f"It has {others}, which the model does not have. {recipe}." if others else "Is a file of it missing?"
-    raise StateDictError(
+    remedy = f"It has {others}, which the model does not have. " if others else ""
+    remedy += advice or (f"{recipe}." if others else "Is a file of it missing?")
+    return (
         f"{path} does not fill {len(left)} parameters of {type(state.module).__name__}: {name_list(left, 4)}. {remedy} "
         f"If they shall keep their initial values, add initial={globs[:4]}"
         f"{'' if len(globs) < 5 else f' and {len(globs) - 4} more'}."
     )
 
 
-def _names_of_params(state: ShardedModel) -> list[tuple[str, ...]]:
-    return [(param.fqn, *param.aliases) for param in state.plan.all_params()]
+def _shipped_recipe(
+    source: Layout,
+    state: ShardedModel,
+    filled: Collection[str],
+    initial: Sequence[str],
+    values: Mapping[str, int] | None,
+) -> str:
+    """Return a sentence that names the shipped recipe by which a checkpoint fills a model; empty if there is none.
 
+    Args:
+        source: The checkpoint.
+        state: The model.
+        filled: The names that fit already.
+        initial: What may stay initial.
+        values: Numbers that the user gave.
+    """
+    own, params, least = own_shapes(state), names_of_params(state), count_filled(filled, state)
 
-def _own_shapes(state: ShardedModel) -> dict[str, tuple[int, ...]]:
-    params = {name: param.shape for param in state.plan.all_params() for name in (param.fqn, *param.aliases)}
-    return params | {clean_fqn(name): tuple(buffer.shape) for name, buffer in state.module.named_buffers()}
+    def rate(made: Mapping[str, TensorEntry]) -> int:
+        spelt = under_own_names(made, state)
+        if any(entry.shape != own[name] for name, entry in spelt.items() if name in own):
+            return 0
+        left = without_patterns(left_initial(params, own, spelt), initial)
+        filled = 0 if left else count_filled(spelt, state)
+        return filled if filled > max(least, len(params) // 2) else 0
+
+    tensors, folders = part_tensors(source, "model"), folders_of(source)
+    found = fitting_recipes(tensors, rate, folders=folders, values=values)
+    given = [f"rules={name!r}{', inverse=True' if inverse else ''}" for name, inverse in found]
+    return f"Pass {' or '.join(given)}: this shipped recipe makes them." if given else ""
