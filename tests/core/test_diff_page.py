@@ -54,7 +54,7 @@ def test_shows_modules_shares_and_sizes(tmp_path: Path) -> None:
     page, read = page_of(tmp_path, one, two)
     assert "31 of 600 elements differ (5.2 %)" in read.text
     assert re.search(r"4\s+tensors equal.*2\s+tensors changed.*1\s+only in B", read.text)
-    rows = dict(re.findall(r"<span class=name>(\S+?)(?: <small>.*?</small>)?</span><span class=(\w+)>", page))
+    rows = dict(re.findall(r'<span class="name">(\S+?)(?: <small>.*?</small>)?</span><span class="(\w+)">', page))
     assert rows["0."] == "same"
     assert {rows[name] for name in ("layers.", "1.", "2.")} == {"share"}
     assert "30.0 %" in read.text

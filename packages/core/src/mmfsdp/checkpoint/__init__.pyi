@@ -9,6 +9,8 @@ from mmfsdp.checkpoint.conversion.converting import convert as convert
 from mmfsdp.checkpoint.conversion.settings import Conversion as Conversion
 from mmfsdp.checkpoint.entries import TensorEntry as TensorEntry
 from mmfsdp.checkpoint.files.atomic import TargetExistsError as TargetExistsError
+from mmfsdp.checkpoint.files.page_files import check_page_path as check_page_path
+from mmfsdp.checkpoint.files.page_files import write_page as write_page
 from mmfsdp.checkpoint.formats.opening import open_layout as open_layout
 from mmfsdp.checkpoint.formats.registry import FormatInfo as FormatInfo
 from mmfsdp.checkpoint.formats.registry import known_formats as known_formats
@@ -16,9 +18,7 @@ from mmfsdp.checkpoint.inspection.comparing import ValueDifference as ValueDiffe
 from mmfsdp.checkpoint.inspection.difference import Difference as Difference
 from mmfsdp.checkpoint.inspection.difference import DiffReport as DiffReport
 from mmfsdp.checkpoint.inspection.difference import diff as diff
-from mmfsdp.checkpoint.inspection.difference_page import check_page_path as check_page_path
 from mmfsdp.checkpoint.inspection.difference_page import diff_page as diff_page
-from mmfsdp.checkpoint.inspection.difference_page import write_page as write_page
 from mmfsdp.checkpoint.inspection.summaries import TensorStatistics as TensorStatistics
 from mmfsdp.checkpoint.inspection.summaries import TreeNode as TreeNode
 from mmfsdp.checkpoint.inspection.summaries import tensor_statistics as tensor_statistics

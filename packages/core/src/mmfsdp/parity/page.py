@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from html import escape
 
-from mmfsdp.basics.pages import html_page
+from mmfsdp.basics.pages.frame import html_page
+from mmfsdp.basics.pages.markup import head_row, row, text
 from mmfsdp.parity.comparison import Compared, Comparison
 
 __all__ = ["comparison_page"]
@@ -28,10 +28,10 @@ def comparison_page(found: Comparison) -> str:
         found: The comparison.
     """
     verdict = "Equal" if found.same else "Different"
-    lines = "".join(f"<p>{escape(line)}</p>" for line in str(found).splitlines())
+    lines = "".join(f"<p>{text(line)}</p>" for line in str(found).splitlines())
     steps = sorted({item.key.step for item in found.compared})
     charts = [_chart([item for item in found.compared if item.key.step == step], step) for step in steps]
-    body = f"<h1>{verdict}: {escape(found.a)} and {escape(found.b)}</h1>{lines}{''.join(charts)}{_table(found)}"
+    body = f"<h1>{verdict}: {text(found.a)} and {text(found.b)}</h1>{lines}{''.join(charts)}{_table(found)}"
     return html_page(f"{verdict}: {found.a} and {found.b}", body, style=_STYLE)
 
 
@@ -42,7 +42,7 @@ def _chart(items: list[Compared], step: int) -> str:
         x = _WIDTH * (place + 0.5) / len(items)
         kind = ' class="bad"' if item.differs else ""
         shown = f"{item.key}: {item.distance:.2g} apart, {item.limit:.2g} allowed"
-        points.append(f'<circle{kind} cx="{x:.1f}" cy="{_y(share):.1f}" r="3"><title>{escape(shown)}</title></circle>')
+        points.append(f'<circle{kind} cx="{x:.1f}" cy="{_y(share):.1f}" r="3"><title>{text(shown)}</title></circle>')
     allowed = _y(1.0)
     frame = f'<line x1="0" x2="{_WIDTH}" y1="{allowed:.1f}" y2="{allowed:.1f}"/>'
     frame += f'<text x="4" y="{allowed - 4:.1f}">allowed</text>'
@@ -60,11 +60,11 @@ def _y(share: float) -> float:
 def _table(found: Comparison) -> str:
     if not found.differences:
         return ""
-    rows = ['<div class="row head"><span>Tensor</span><span>apart</span><span>allowed</span></div>']
+    rows = [head_row("Tensor", "apart", "allowed")]
     for item in found.differences[:_SHOWN]:
         far = "" if item.distance is None else f"{item.distance:.2g}"
-        name = f'<span class="name">{escape(str(item.key))} <small>{escape(item.why)}</small></span>'
-        rows.append(f'<div class="row">{name}<span class="bad">{far}</span><span>{item.limit:.2g}</span></div>')
+        name = f'<span class="name">{text(str(item.key))} <small>{text(item.why)}</small></span>'
+        rows.append(row(f'{name}<span class="bad">{far}</span><span>{item.limit:.2g}</span>'))
     hidden = len(found.differences) - _SHOWN
     more = f'<p class="note">{hidden} more differ.</p>' if hidden > 0 else ""
     return f"<h2>What differs</h2>{''.join(rows)}{more}"

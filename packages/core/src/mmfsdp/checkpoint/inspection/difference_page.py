@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from pathlib import Path
 
-from mmfsdp.basics.pages import html_page
-from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output
-from mmfsdp.checkpoint.files.disk import refuse_missing_parent, write_errors
+from mmfsdp.basics.pages.frame import html_page
+from mmfsdp.basics.pages.markup import bar, branch, head_row, row, share, text
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference
 from mmfsdp.checkpoint.inspection.difference import DiffReport
 
-__all__ = ["check_page_path", "diff_page", "write_page"]
+__all__ = ["diff_page"]
 
 _ROWS = 5000  # of tensors that differ; a browser shows them at once
 _LISTED = 200  # names in each list
@@ -44,7 +40,7 @@ def diff_page(report: DiffReport) -> str:
         ("other shapes", len(report.shapes), "lone"),
         ("other dtypes", len(report.dtypes), "lone"),
     ]
-    shown = [f'<li class="{kind if count else ""}"><b>{count:,}</b> {text}</li>' for text, count, kind in cards]
+    shown = [f'<li class="{kind if count else ""}"><b>{count:,}</b> {label}</li>' for label, count, kind in cards]
     lists = [
         ("Only in A", report.only_in_a),
         ("Only in B", report.only_in_b),
@@ -54,63 +50,18 @@ def diff_page(report: DiffReport) -> str:
         ("Not compared", report.left_out),
     ]
     verdict = "the same" if report.same else "different"
-    hint = f"<p>Most names match without <code>{escape(report.prefix)}</code>.</p>" if report.prefix else ""
+    hint = f"<p>Most names match without <code>{text(report.prefix)}</code>.</p>" if report.prefix else ""
     parts = [
         f"<header><h1>Two checkpoints: {verdict}</h1>",
-        f"<p><b>A</b> <code>{escape(report.a)}</code><br><b>B</b> <code>{escape(report.b)}</code></p></header>",
-        f"<ul class=cards>{''.join(shown)}</ul>{hint}",
-        f"<p>{differing:,} of {total:,} elements differ ({_share(differing, total)}).</p>" if total else "",
+        f"<p><b>A</b> <code>{text(report.a)}</code><br><b>B</b> <code>{text(report.b)}</code></p></header>",
+        f'<ul class="cards">{"".join(shown)}</ul>{hint}',
+        f"<p>{differing:,} of {total:,} elements differ ({share(differing, total)}).</p>" if total else "",
         _large_histogram(_added(item.decades for item in report.values)),
         _modules(root),
         *(_list(title, names) for title, names in lists if names),
-        f"<footer>{report.compared:,} tensors compared ({escape(report.scope)}) in {report.seconds:.1f} s.</footer>",
+        f"<footer>{report.compared:,} tensors compared ({text(report.scope)}) in {report.seconds:.1f} s.</footer>",
     ]
     return html_page("Two checkpoints", "\n".join(part for part in parts if part), style=_STYLE)
-
-
-def write_page(page: str, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a page to a file, which appears complete or not at all.
-
-    Args:
-        page: What `diff_page` returned.
-        path: The file.
-        overwrite: Replace it if it exists and is a page.
-
-    Raises:
-        TargetExistsError: The file exists, and ``overwrite`` is false, or it is not a page, but a checkpoint, say.
-        CheckpointError: It cannot be written.
-    """
-    target = Path(path)
-    refuse_missing_parent(target)
-    check_page_path(target)
-    with write_errors(target), atomic_output(target, overwrite=overwrite) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-
-
-def check_page_path(path: str | os.PathLike[str]) -> None:
-    """Check, before the work that a page shows, that it would replace nothing but another page.
-
-    Args:
-        path: The file to write.
-
-    Raises:
-        TargetExistsError: There is something else, such as a checkpoint.
-        CheckpointError: What is there cannot be read.
-    """
-    target = Path(path)
-    with write_errors(target):
-        is_page = target.is_file() and _begins_as_page(target)
-    if target.exists() and not is_page:
-        kind = "directory" if target.is_dir() else "file"
-        raise TargetExistsError(
-            f"{str(target)!r} is a {kind}, and only another page would be replaced. Choose another path.",
-            file=str(target),
-        )
-
-
-def _begins_as_page(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(1) in (b"", b"<")
 
 
 @dataclass
@@ -155,16 +106,13 @@ def _modules(root: _Node) -> str:
     rows: list[str] = []
     left, budget = max(0, root.changed - _ROWS), [_ROWS]
     for child in root.children.values():
-        rows += _rows(child, " open", budget)
+        rows += _rows(child, budget, is_open=True)
     more = f"<p>{left:,} more tensors differ, which are not shown.</p>" if left else ""
-    head = (
-        '<div class="row head"><span>module</span><span>elements that differ</span>'
-        "<span>largest change</span><span>changes by size</span></div>"
-    )
+    head = head_row("module", "elements that differ", "largest change", "changes by size")
     return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}"
 
 
-def _rows(node: _Node, state: str, budget: list[int]) -> Iterator[str]:
+def _rows(node: _Node, budget: list[int], *, is_open: bool = False) -> Iterator[str]:
     name = node.name
     while len(node.children) == 1:  # lone children are joined
         [node] = node.children.values()
@@ -173,26 +121,25 @@ def _rows(node: _Node, state: str, budget: list[int]) -> Iterator[str]:
         if node.changed:
             budget[0] -= 1
         if budget[0] >= 0:
-            yield f'<div class="row">{_cells(node, name)}</div>'
+            yield row(_cells(node, name))
     elif not node.changed:
-        yield f'<div class="row">{_cells(node, name)}</div>'
+        yield row(_cells(node, name))
     elif budget[0] > 0:
-        yield f'<details{state}><summary class="row">{_cells(node, name)}</summary>'
-        for child in node.children.values():
-            yield from _rows(child, "", budget)
-        yield "</details>"
+        below = (line for child in node.children.values() for line in _rows(child, budget))
+        yield branch(_cells(node, name), below, is_open=is_open)
 
 
 def _cells(node: _Node, name: str) -> str:
     tensors = f" <small>{node.tensors:,} tensors</small>" if node.children else ""
     if not node.changed:
-        return f"<span class=name>{escape(name)}{tensors}</span><span class=same>equal</span><span></span><span></span>"
-    share = _share(node.differing, node.elements)
+        return (
+            f'<span class="name">{text(name)}{tensors}</span><span class="same">equal</span><span></span><span></span>'
+        )
     width = max(100 * node.differing / max(node.elements, 1), 1)
     relative = f" <small>{_number(node.relative)} \u00d7 the value</small>" if node.relative else ""
     return (
-        f"<span class=name>{escape(name)}{tensors}</span>"
-        f'<span class=share><i><b style="width:{width:.1f}%"></b></i> {share}</span>'
+        f'<span class="name">{text(name)}{tensors}</span>'
+        f'<span class="share">{bar(width)}{share(node.differing, node.elements)}</span>'
         f"<span>{_number(node.largest)}{relative}</span><span>{_small_histogram(node.decades)}</span>"
     )
 
@@ -207,7 +154,7 @@ def _small_histogram(decades: Sequence[int]) -> str:
         for place, number in enumerate(decades)
         if (height := max(1, round(20 * number / highest)) if number else 0)
     )
-    return f'<svg viewBox="0 0 {6 * len(decades)} 20" width="{6 * len(decades)}" height="20" role=img>{bars}</svg>'
+    return f'<svg viewBox="0 0 {6 * len(decades)} 20" width="{6 * len(decades)}" height="20" role="img">{bars}</svg>'
 
 
 def _large_histogram(decades: Sequence[int]) -> str:
@@ -215,13 +162,13 @@ def _large_histogram(decades: Sequence[int]) -> str:
         return ""
     highest, total = max(decades), sum(decades)
     bars = "".join(
-        f'<li title="{_bar_text(place, number)}"><em>{_share(number, total) if number else ""}</em>'
+        f'<li title="{_bar_text(place, number)}"><em>{share(number, total) if number else ""}</em>'
         f'<b style="height:{75 * number / highest:.1f}%"></b><span>{_LABELS[place]}</span></li>'
         for place, number in enumerate(decades)
     )
     return (
-        f"<h2>Changes by size</h2><ol class=chart>{bars}</ol>"
-        "<p class=note>How many elements differ by how much, relative to B. A bar counts from its label to the "
+        f'<h2>Changes by size</h2><ol class="chart">{bars}</ol>'
+        '<p class="note">How many elements differ by how much, relative to B. A bar counts from its label to the '
         "next.</p>"
     )
 
@@ -235,18 +182,13 @@ def _bar_text(place: int, number: int) -> str:
 
 
 def _list(title: str, names: Sequence[str]) -> str:
-    items = "".join(f"<li><code>{escape(name)}</code></li>" for name in names[:_LISTED])
+    items = "".join(f"<li><code>{text(name)}</code></li>" for name in names[:_LISTED])
     more = f"<li>and {len(names) - _LISTED:,} more</li>" if len(names) > _LISTED else ""
-    return f"<details class=list><summary><h2>{title} ({len(names):,})</h2></summary><ul>{items}{more}</ul></details>"
+    return f'<details class="list"><summary><h2>{title} ({len(names):,})</h2></summary><ul>{items}{more}</ul></details>'
 
 
 def _added(many: Sequence[Sequence[int]] | Iterator[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(one for one in many if one), strict=True)))
-
-
-def _share(part: int, whole: int) -> str:
-    share = 100 * part / max(whole, 1)
-    return "<0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" if 0 < share < 100 else f"{share:.0f} %"
 
 
 def _number(value: float) -> str:

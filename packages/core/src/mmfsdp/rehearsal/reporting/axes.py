@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmfsdp.basics.pages.markup import text
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.rehearsal.reporting.markup import text
 
 __all__ = ["STYLE", "phase_marks", "size_lines"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmfsdp.rehearsal.reporting.markup import share, table, text
+from mmfsdp.basics.pages.markup import share, table, text
 from mmfsdp.rehearsal.timing.scaling import RANKS
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mmfsdp.basics.pages.markup import share, table, text
 from mmfsdp.rehearsal.reporting.axes import phase_marks
-from mmfsdp.rehearsal.reporting.markup import share, table, text
 from mmfsdp.rehearsal.timing.step_time import SPENT, StepTime, human_seconds
 from mmfsdp.rehearsal.timing.streams import STREAMS, Span
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mmfsdp.rehearsal.reporting.markup import text
+from mmfsdp.basics.pages.markup import text
 
 __all__ = ["STYLE", "key_of", "legend", "patterns"]
 

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+from mmfsdp.basics.pages.markup import exact, json_data, share, size, table, text
 from mmfsdp.basics.text import human_range
 from mmfsdp.rehearsal.recording.step_records import KINDS
 from mmfsdp.rehearsal.reporting.axes import phase_marks, size_lines
 from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.markup import exact, json_data, owner_of, share, size, table, text
+from mmfsdp.rehearsal.reporting.modules import owner_of
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["STYLE", "explained", "held_table", "kinds_of", "memory_chart", "top_of"]

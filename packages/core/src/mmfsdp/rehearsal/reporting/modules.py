@@ -11,7 +11,7 @@ from mmfsdp.planning.repeats import join_ranges
 from mmfsdp.rehearsal.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["Node", "module_tree"]
+__all__ = ["Node", "module_tree", "owner_of"]
 
 _DEPTH = 30  # levels of modules
 
@@ -73,6 +73,14 @@ def module_tree(step: Rehearsal) -> Node:
         for item in held_at(step.allocations, moment):
             getattr(_at(root, item.module), what)[item.kind] += item.nbytes
     return _folded(root)
+
+
+def owner_of(kind: str) -> str:
+    """Return what to call the code that holds memory of a kind outside of all modules.
+
+    A step computes little there but the loss: in the model's own forward, or after it.
+    """
+    return "the loss" if kind in ("activation", "activation gradient", "recomputed") else "the model itself"
 
 
 def _at(root: Node, name: str) -> Node:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmfsdp.basics.pages.markup import bar, branch, head_row, row, share, size, text
 from mmfsdp.planning.plan_records import ShardUnit
-from mmfsdp.rehearsal.reporting.markup import share, size, text
 from mmfsdp.rehearsal.reporting.modules import Node
 from mmfsdp.rehearsal.result import Rehearsal
 
@@ -22,10 +22,7 @@ def outline(step: Rehearsal, root: Node) -> str:
         step: The rehearsal.
         root: Its tree, from `module_tree`.
     """
-    head = (
-        '<div class="row head" aria-hidden="true"><span>module</span><span>parameters, whole</span>'
-        "<span>on this rank between steps</span><span>held at the peak</span></div>"
-    )
+    head = head_row("module", "parameters, whole", "on this rank between steps", "held at the peak", labelled=True)
     budget = [_ROWS]
     rows = "".join(_rows(root, root.name, step, 0, budget))
     more = "" if budget[0] > 0 else f'<p class="note">Only the first {_ROWS:,} rows are shown.</p>'
@@ -41,12 +38,10 @@ def _rows(node: Node, name: str, step: Rehearsal, level: int, budget: list[int])
         return
     cells = _cells(node, name, step)
     if not node.children:
-        yield f'<div class="row">{cells}</div>'
+        yield row(cells)
         return
-    yield f'<details{" open" if level < _OPEN else ""}><summary class="row">{cells}</summary>'
-    for child in node.children.values():
-        yield from _rows(child, child.name, step, level + 1, budget)
-    yield "</details>"
+    below = (line for child in node.children.values() for line in _rows(child, child.name, step, level + 1, budget))
+    yield branch(cells, below, is_open=level < _OPEN)
 
 
 def _cells(node: Node, name: str, step: Rehearsal) -> str:
@@ -55,12 +50,11 @@ def _cells(node: Node, name: str, step: Rehearsal) -> str:
     notes = "".join(f' <small class="tag">{text(note)}</small>' for note in _notes(node, step))
     dtypes = f" <small>{text(', '.join(params))}</small>" if params else ""
     width = 100 * held / step.peak.nbytes if step.peak.nbytes else 0.0
-    bar = f'<i aria-hidden="true"><b style="width:{width:.1f}%"></b></i> ' if held else ""
     return (
         f'<span class="name">{text(name) or "(model)"}{times}{notes}</span>'
         f"<span>{_labelled('parameters', params.total())}{dtypes}</span>"
         f"<span>{_labelled('between steps', kept)}</span>"
-        f'<span class="share">{bar}{_labelled("at the peak", held)}'
+        f'<span class="share">{bar(width) if held else ""}{_labelled("at the peak", held)}'
         f"{f' <small>{share(held, step.peak.nbytes)}</small>' if held else ''}</span>"
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mmfsdp.basics.pages import html_page
+from mmfsdp.basics.pages.frame import html_page
+from mmfsdp.basics.pages.markup import section, size, table, text
 from mmfsdp.basics.text import human_range
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
-from mmfsdp.rehearsal.reporting.markup import section, size, table, text
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.reporting.side_by_side import compared

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmfsdp.basics.pages.markup import signed, size, table, text
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.recording.step_records import KINDS
 from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.markup import signed, size, table, text
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 

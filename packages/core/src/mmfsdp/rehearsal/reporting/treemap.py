@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mmfsdp.basics.pages.markup import exact, share, text
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.markup import exact, owner_of, share, text
-from mmfsdp.rehearsal.reporting.modules import Node
+from mmfsdp.rehearsal.reporting.modules import Node, owner_of
 from mmfsdp.rehearsal.reporting.squares import squarified
 
 __all__ = ["STYLE", "treemap"]

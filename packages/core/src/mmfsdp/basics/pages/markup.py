@@ -1,4 +1,4 @@
-"""Writes pieces of HTML: text that is safe whatever it holds, sizes with their exact bytes, tables and sections."""
+"""Writes pieces of HTML: text that is safe whatever it holds, exact sizes, tables, trees and sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from typing import Any
 
 from mmfsdp.basics.text import human_bytes
 
-__all__ = ["exact", "json_data", "owner_of", "section", "share", "signed", "size", "table", "text"]
+__all__ = [
+    "bar",
+    "branch",
+    "exact",
+    "head_row",
+    "json_data",
+    "row",
+    "section",
+    "share",
+    "signed",
+    "size",
+    "table",
+    "text",
+]
 
 
 def text(value: object) -> str:
@@ -20,14 +33,6 @@ def text(value: object) -> str:
 def size(nbytes: int) -> str:
     """Return bytes with a binary unit; the exact number is what programs read, and what a pointer shows."""
     return f'<data value="{nbytes}" title="{nbytes:,} bytes">{human_bytes(nbytes)}</data>'
-
-
-def owner_of(kind: str) -> str:
-    """Return what to call the code that holds memory of a kind outside of all modules.
-
-    A step computes little there but the loss: in the model's own forward, or after it.
-    """
-    return "the loss" if kind in ("activation", "activation gradient", "recomputed") else "the model itself"
 
 
 def signed(nbytes: int) -> str:
@@ -68,6 +73,34 @@ def table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]], *,
         f'<div class="wide"><table><caption>{text(caption)}</caption><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
+
+
+def head_row(*titles: str, labelled: bool = False) -> str:
+    """Return the titles above the rows of a tree.
+
+    Args:
+        titles: The titles, as text.
+        labelled: Cells have labels of their own, which a screen reader reads in place of the titles.
+    """
+    hidden = ' aria-hidden="true"' if labelled else ""
+    cells = "".join(f"<span>{text(title)}</span>" for title in titles)
+    return f'<div class="row head"{hidden}>{cells}</div>'
+
+
+def row(cells: str) -> str:
+    """Return a row that has nothing below it, whose cells are HTML."""
+    return f'<div class="row">{cells}</div>'
+
+
+def branch(cells: str, below: Iterable[str], *, is_open: bool) -> str:
+    """Return a row that opens and closes the rows below it."""
+    state = " open" if is_open else ""
+    return f'<details{state}><summary class="row">{cells}</summary>{"".join(below)}</details>'
+
+
+def bar(percent: float) -> str:
+    """Return a bar that is filled in part; it stands beside the number that it shows."""
+    return f'<i aria-hidden="true"><b style="width:{percent:.1f}%"></b></i> '
 
 
 def section(place: str, title: str, *parts: str) -> str:
