@@ -148,18 +148,41 @@ def test_what_would_be_lost_is_refused() -> None:
             assert all(expected[way] in text for text in texts), (way, texts)
 
 
-def freeze_late(config: dict[str, Any] | None, part: str, is_on: bool) -> dict[str, torch.Tensor] | str:
-    """Freeze or thaw a part between forward and backward, and return the weights after two steps, or the error."""
+def freeze_late(
+    config: dict[str, Any] | None, part: str, is_on: bool, before: str = ""
+) -> dict[str, torch.Tensor] | str:
+    """Freeze or thaw a part between forward and backward, and return the weights after two steps, or the error.
+
+    Args:
+        config: What to shard with.
+        part: FQN of a module, or of a parameter.
+        is_on: Whether the part is trained after the forward.
+        before: The flag changes while gradients are ``accumulated``; or step and ``zero`` the gradients before.
+    """
     model = build(config)
-    module = next(module for name, module in model.named_modules() if plain_name(name) == part)
-    module.requires_grad_(not is_on)
-    loss = model(rows()).square().mean()
-    module.requires_grad_(is_on)
-    try:
+    named = {plain_name(name): module for name, module in model.named_modules()}
+
+    def train(is_trained: bool) -> None:
+        params = {plain_name(name): param for name, param in model.named_parameters()}
+        (named[part] if part in named else params[part]).requires_grad_(is_trained)
+
+    def run(is_trained: bool) -> None:
+        loss = model(rows()).square().mean()
+        train(is_trained)
         loss.backward()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(not is_on)
+    try:
+        if before:
+            run(not is_on)
+        if before == "zero":
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            train(is_on)
+        run(is_on)
     except errors.ShardStateError as error:
         return str(error)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
     optimizer.zero_grad()
     model(rows()).square().mean().backward()
@@ -172,13 +195,16 @@ def plain_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "")
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
 def freezes_late(rank: int) -> list[tuple[str, bool, str]]:
     said = []
     for part in ("blocks.1", "head"):
         for is_on in (False, True):
             truth = freeze_late(None, part, is_on)
             torch.testing.assert_close(freeze_late({"sharding": "FULL_SHARD"}, part, is_on), truth)
-            for sharding in ("FULL_SHARD", "NO_SHARD"):
+            for sharding in STRATEGIES:
                 got = freeze_late({"engine": "fsdp1", "sharding": sharding}, part, is_on)
                 assert isinstance(got, str)
                 said.append((part, is_on, got))
@@ -191,8 +217,34 @@ def test_fsdp1_refuses_units_that_are_frozen_between_forward_and_backward() -> N
         assert {each[:2] for each in said} == {
             (part, is_on) for part in ("blocks.1", "head") for is_on in (True, False)
         }
-        assert len(said) == 8
+        assert len(said) == 12
         for part, is_on, text in said:
             unit = "(root)" if part == "head" else part
             assert text.startswith(f"requires_grad of the parameters of the shard unit {unit!r} was set to {is_on} ")
             assert "or use engine 'fsdp2'." in text
+
+
+def freezes_parts_late(rank: int) -> dict[tuple[Any, ...], str]:
+    said = {}
+    for part in ("blocks.1.layer.bias", "head.bias"):
+        for is_on in (False, True):
+            for before in ("", "accumulated", *(["zero"] if is_on else [])):
+                truth = freeze_late(None, part, is_on, before)
+                for sharding in STRATEGIES:
+                    flat = freeze_late({"engine": "fsdp1", "sharding": sharding}, part, is_on, before)
+                    if isinstance(flat, str):
+                        said[part, is_on, before, sharding] = flat
+                    else:
+                        torch.testing.assert_close(flat, truth)
+                    torch.testing.assert_close(freeze_late({"sharding": sharding}, part, is_on, before), truth)
+    return said
+
+
+def test_parts_of_units_that_are_frozen_between_forward_and_backward() -> None:
+    """Engine fsdp1 has one gradient per unit; also on a rank whose shard has no part of the head."""
+    for said in run_ranks(freezes_parts_late, 2):
+        for (part, is_on, before, _), text in said.items():
+            when = "between a forward and its backward" if is_on else "while gradients are accumulated"
+            assert text.startswith(f"requires_grad of {part!r} was set to {is_on} {when}, which engine 'fsdp1'")
+            assert (is_on, before) in {(True, ""), (True, "accumulated"), (False, "accumulated")}
+        assert len(said) == 2 * 3 * len(STRATEGIES)

@@ -15,7 +15,13 @@ import torch.nn as nn
 
 from mmfsdp.basics.torch_releases import RUNS_UNITS_IN_PARTS, torch_has
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.torch_fsdp2.gathering import gives_fewer_ranks_shards, plain_flags, shown_params, stays_gathered
+from mmfsdp.runtime.torch_fsdp2.gathering import (
+    follow_flags,
+    gives_fewer_ranks_shards,
+    plain_flags,
+    shown_params,
+    stays_gathered,
+)
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
@@ -64,6 +70,15 @@ class CopiedSettings(Subscriber):
             self._flags[id(group)] = flags
         else:
             self._known[id(group)] = [_describe(copy, shard) for _, copy, shard in shown_params(group)]
+
+    def before_backward(self, group: Group) -> None:
+        """Freeze copies whose shards were frozen since the forward: the root's ``parameters()`` yields these."""
+        if not group.is_unsharded:
+            return
+        if (flags := self._flags.get(id(group))) is not None:
+            follow_flags(group, flags)
+        elif (known := self._known.get(id(group))) is not None:
+            follow_flags(group, [each.requires_grad for each in known])
 
     def before_reduce(self, group: Group) -> None:
         """Note that the gradients of the copies are those of a backward."""

@@ -7,7 +7,6 @@ torch has no public function that frees a gathered flat parameter, or that says 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._runtime_utils import _register_pre_backward_hooks
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.errors import ShardStateError
 
 __all__ = [
     "FlatPiece",
@@ -30,12 +27,11 @@ __all__ = [
     "flat_param_names",
     "flat_params",
     "flat_pieces",
+    "flat_units",
     "free_flat_params",
     "is_flat_gathered",
     "keep_param_order",
     "name_gathering",
-    "refuse_unseen_backwards",
-    "show_outputs",
     "watch_flat_units",
 ]
 
@@ -60,6 +56,11 @@ def flat_params(module: nn.Module) -> list[Any]:
 def flat_handles(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the FQN of each unit that holds a flat parameter, and torch's handle of it; outer units come first."""
     return [(start.rstrip("."), unit._handle) for start, unit in _units(module)]
+
+
+def flat_units(module: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return each unit that holds a flat parameter, in the order of `flat_handles`."""
+    return [unit for _, unit in _units(module)]
 
 
 def is_flat_gathered(module: nn.Module) -> bool:
@@ -201,34 +202,6 @@ def _replaced_in(start: str, handle: Any) -> list[str]:
         return [] if registered is flat else [f"{start}_flat_param"]
     places = zip(flat._param_infos, flat._params, flat._fqns, strict=True)
     return [start + fqn for info, param, fqn in places if info.module._parameters.get(info.param_name) is not param]
-
-
-def show_outputs(unit: FullyShardedDataParallel, tensors: Sequence[torch.Tensor]) -> None:
-    """Gather a unit for backwards of ``tensors``, as torch does for the tensors that it finds in the unit's output.
-
-    Call it right after a forward of the unit.
-    """
-    _register_pre_backward_hooks(unit, unit, tuple(tensors), unit._handle)
-
-
-def refuse_unseen_backwards(module: nn.Module) -> None:
-    """From now on, raise in a backward that reaches a unit, but no tensor that torch knows as an output of a unit.
-
-    torch ends such a backward with an assertion.
-    """
-    for start, unit in _units(module):
-        flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
-        if flat.requires_grad:
-            flat.register_hook(functools.partial(_check_seen, start.rstrip("."), weakref.ref(unit)))
-
-
-def _check_seen(name: str, reference: weakref.ref[FullyShardedDataParallel], _: torch.Tensor) -> None:
-    if (unit := reference()) is not None and unit.training_state is TrainingState.IDLE:
-        raise ShardStateError(
-            f"A backward reached the shard unit {name or '(root)'!r}, but no output of it or of the units around it: "
-            "it began at a tensor that a forward computed and did not return, and its gradients would not be reduced. "
-            "Return the tensor from the forward, or use engine 'fsdp2'."
-        )
 
 
 def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:

@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.runtime.flat_params import show_outputs
+from mmfsdp.runtime.flat_backwards import show_outputs
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_copies
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_backward, reduce_at_end
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe

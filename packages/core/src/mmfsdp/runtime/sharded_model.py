@@ -78,6 +78,7 @@ class ShardedModel:
 
     Attributes:
         sync_gradients: Whether gradients of the coming forwards are reduced; `no_sync` sets it to False.
+        writes: How often shards were about to be written other than in backward: by steps of the optimizer, or loads.
         unreduced: Whether the gradients of the last backward were not reduced.
         whole_params: Parameters that every rank holds whole.
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
@@ -97,6 +98,7 @@ class ShardedModel:
         self.mesh = mesh
         self._engine = live_engine(plan.engine)
         self.sync_gradients = True
+        self.writes = 0
         self.unreduced = self.is_graph_checked = False
         self.agreement: GradientAgreement | None = None
         self.lost_writes: LostWrites | None = None
@@ -251,6 +253,7 @@ class ShardedModel:
     def before_writing(self) -> None:
         """Free gathered parameters before shards are written other than by training. Call it on every rank."""
         self._kept_from_evaluation = None
+        self.writes += 1
         self.reshard()
 
     def before_mode(self) -> None:

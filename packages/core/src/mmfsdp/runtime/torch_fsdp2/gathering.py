@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, places_of
 
 __all__ = [
+    "follow_flags",
     "free",
     "gather",
     "gathered_copies",
@@ -124,6 +125,13 @@ def plain_flags(group: Group) -> list[bool] | None:
             return None
         flags.append(copy.requires_grad)
     return flags
+
+
+def follow_flags(group: Group, flags: Iterable[bool]) -> None:
+    """Give gathered copies the ``requires_grad`` that their shards got since they were gathered with these flags."""
+    for param, flag in zip(group.fsdp_params, flags, strict=True):
+        if param.sharded_param.requires_grad != flag and param._unsharded_param.requires_grad == flag:
+            param._unsharded_param.requires_grad_(not flag)
 
 
 def gives_fewer_ranks_shards(group: Group) -> bool:

@@ -1,0 +1,89 @@
+"""The private parts of torch's FSDP1 that decide which gradients a backward gives to flat parameters."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._runtime_utils import _register_pre_backward_hooks
+
+from mmfsdp.errors import ShardStateError
+from mmfsdp.runtime.flat_params import flat_handles, flat_units
+
+__all__ = [
+    "clear_gradient_of",
+    "flat_flags",
+    "has_piece_of",
+    "refuse_unseen_backwards",
+    "register_shards",
+    "show_outputs",
+]
+
+
+def show_outputs(unit: FullyShardedDataParallel, tensors: Sequence[torch.Tensor]) -> None:
+    """Gather a unit for backwards of ``tensors``, as torch does for the tensors that it finds in the unit's output.
+
+    Call it right after a forward of the unit.
+    """
+    # torch has no public function that makes the backward of a tensor gather a unit. A hook of our own could not: this
+    # function also sets what torch reads later, that the unit must be gathered and that its backward has not begun.
+    _register_pre_backward_hooks(unit, unit, tuple(tensors), unit._handle)
+
+
+def refuse_unseen_backwards(module: nn.Module) -> None:
+    """From now on, raise in a backward that reaches a unit, but no tensor that torch knows as an output of a unit.
+
+    torch ends such a backward with an assertion.
+    """
+    for (name, handle), unit in zip(flat_handles(module), flat_units(module), strict=True):
+        if handle.flat_param.requires_grad:
+            handle.flat_param.register_hook(functools.partial(_check_seen, name, weakref.ref(unit)))
+
+
+def _check_seen(name: str, reference: weakref.ref[FullyShardedDataParallel], _: torch.Tensor) -> None:
+    if (unit := reference()) is not None and unit.training_state is TrainingState.IDLE:
+        raise ShardStateError(
+            f"A backward reached the shard unit {name or '(root)'!r}, but no output of it or of the units around it: "
+            "it began at a tensor that a forward computed and did not return, and its gradients would not be reduced. "
+            "Return the tensor from the forward, or use engine 'fsdp2'."
+        )
+
+
+def flat_flags(flat: Any) -> list[bool]:
+    """Return ``requires_grad`` of each parameter in a flat one; an empty list with ``use_orig_params=False``."""
+    return [param.requires_grad for param in flat._params or ()]
+
+
+def has_piece_of(flat: Any, wanted: Sequence[bool]) -> bool:
+    """Return whether this rank's shard has elements of a wanted parameter in the flat one."""
+    return any(info.in_shard for info, is_wanted in zip(flat._shard_param_infos, wanted, strict=True) if is_wanted)
+
+
+def clear_gradient_of(flat: Any, place: int) -> None:
+    """Set this rank's piece of a parameter's gradient to zero, if there is a flat gradient that was reduced."""
+    info = flat._shard_param_infos[place]
+    if info.in_shard and flat.grad is not None and flat.grad.shape == flat._local_shard.shape:
+        flat.grad.narrow(0, info.offset_in_shard, info.numel_in_shard).zero_()
+
+
+def register_shards(unit: FullyShardedDataParallel) -> None:
+    """Make ``parameters()`` yield parameters where torch has left views of a gathered flat parameter in their place.
+
+    torch does so between forward and backward if the unit stays gathered: they can neither be frozen nor given to an
+    optimizer, and ``zero_grad()`` clears nothing. Attributes of modules go on showing the views, which backward uses.
+    Call it after a forward.
+    """
+    handle: Any = unit._handle
+    if handle is None or not handle._use_orig_params or not handle._skipped_use_sharded_views:
+        return
+    flat = handle.flat_param
+    for info, param in zip(flat._param_infos, flat._params, strict=True):
+        info.module._parameters[info.param_name] = param
+    for info, param in zip(flat._shared_param_infos, flat._shared_params, strict=True):
+        info.module._parameters[info.param_name] = param
