@@ -20,7 +20,7 @@ from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
 from mmfsdp.errors import FormatError
 
-NAMES = [name for name, (_, code) in DTYPES.items() if code is not None and "_x2" not in name]
+NAMES = [name for name, (_, code) in DTYPES.items() if code is not None and "_x" not in name]
 
 
 @st.composite

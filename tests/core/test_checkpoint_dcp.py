@@ -59,7 +59,7 @@ def content() -> dict[str, Any]:
             "scalar": torch.tensor(7),
             "empty": torch.zeros(0, 3),
             "parameter": torch.nn.Parameter(torch.randn(3)),
-            **{f"dtype.{name}": torch.ones(3).to(to_torch(name)) for name in DTYPES if "_x2" not in name},
+            **{f"dtype.{name}": torch.ones(3).to(to_torch(name)) for name in DTYPES if "_x" not in name},
         },
         "optimizer": {
             "state": {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 6)}},

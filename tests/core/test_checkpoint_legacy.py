@@ -16,7 +16,9 @@ from mmfsdp.checkpoint import convert, open_layout
 from mmfsdp.errors import CorruptCheckpointError, FormatError, MmfsdpError, UnsafePickleError
 
 # Those that this format can name: newer dtypes have no storage class.
-DTYPE_NAMES = [name for name in DTYPES if not name.startswith(("float4", "float8", "uint16", "uint32", "uint64"))]
+DTYPE_NAMES = [
+    name for name in DTYPES if not name.startswith(("float4", "float6", "float8", "uint16", "uint32", "uint64"))
+]
 
 
 def content() -> dict[str, Any]:

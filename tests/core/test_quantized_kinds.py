@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mmfsdp.checkpoint import average_checkpoints, convert, diff, merge_lora, open_layout, verify
-from mmfsdp.errors import ConfigError, FormatError, UnsafePickleError
+from mmfsdp.checkpoint import average_checkpoints, convert, diff, merge_lora, open_layout, tensor_statistics, verify
+from mmfsdp.errors import ConfigError, FormatError, UnknownDtypeError, UnsafePickleError
 
 pytest.importorskip("numpy")
 
@@ -28,6 +30,15 @@ KINDS = {
     r"ModelOpt \(4 bits\)": {"weight": BYTES, "weight_scale": CODES, "weight_scale_2": torch.ones(1)},
     "compressed-tensors": {"weight_packed": BYTES, "weight_scale": CODES, "weight_global_scale": torch.ones(1)},
 }
+
+
+def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], int]], data: bytes) -> None:
+    """Write a safetensors file of dtypes that torch lacks: each tensor's code, shape and number of bytes."""
+    header, end = {}, 0
+    for name, (code, shape, size) in tensors.items():
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end := end + size]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -262,6 +273,58 @@ def test_four_bit_floats_of_torch(tmp_path: Path) -> None:
     for settings in ({"quantize": "none"}, {"quantize": "fp8"}):
         with pytest.raises(ConfigError, match=r"'fc\.weight' is of weights quantised by NVFP4 or MXFP4"):
             convert(tmp_path / "codes.pth", tmp_path / "no.safetensors", **settings)
+
+
+def test_six_bit_floats_of_safetensors(tmp_path: Path) -> None:
+    """Four to three bytes, which safetensors' own library opens, and torch has no dtype for."""
+    data = bytes(range(24)) + bytes(3) + bytes(8)
+    write_raw(
+        tmp_path / "codes.safetensors",
+        {"fc.weight": ("F6_E2M3", [4, 8], 24), "head.weight": ("F6_E3M2", [4], 3), "norm.weight": ("F32", [2], 8)},
+        data,
+    )
+    with safe_open(tmp_path / "codes.safetensors", "pt") as file:
+        assert file.get_slice("fc.weight").get_shape() == [4, 8]
+    assert verify(tmp_path / "codes.safetensors").ok
+    convert(tmp_path / "codes.safetensors", tmp_path / "back.safetensors", verify_output=True)
+    assert diff(tmp_path / "codes.safetensors", tmp_path / "back.safetensors").same
+    with safe_open(tmp_path / "back.safetensors", "pt") as file:
+        assert (file.get_slice("fc.weight").get_dtype(), file.get_slice("head.weight").get_shape()) == ("F6_E2M3", [4])
+    changed = (tmp_path / "codes.safetensors").read_bytes()
+    (tmp_path / "other.safetensors").write_bytes(changed[:-35] + b"\1\0" + changed[-33:])
+    [values] = diff(tmp_path / "codes.safetensors", tmp_path / "other.safetensors").values
+    assert (values.name, values.elements) == ("fc.weight", 8)
+    report = convert(tmp_path / "codes.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+    assert {*report.casts} == {"norm.weight"}
+    assert report.notes[0].startswith("not cast, as they are quantised by MXFP6")
+    for target, form in (("no.pth", None), ("dcp", "dcp"), ("local", "local")):
+        with pytest.raises(ConfigError, match=r"Only safetensors holds 'float6_e2m3fn_x4'"):
+            convert(tmp_path / "codes.safetensors", tmp_path / target, to=form)
+        assert not (tmp_path / target).exists()
+    with pytest.raises(ConfigError, match=r"'fc\.weight' is of weights quantised by MXFP6"):
+        convert(tmp_path / "codes.safetensors", tmp_path / "no.safetensors", quantize="none")
+    with pytest.raises(ConfigError, match="each element holds 4 codes"):
+        tensor_statistics(open_layout(tmp_path / "codes.safetensors"), "fc.weight")
+
+
+def test_a_dtype_that_is_not_known_is_no_damage(tmp_path: Path) -> None:
+    write_raw(tmp_path / "new.safetensors", {"fc.weight": ("F3_E1M1", [4, 8], 12)}, bytes(12))
+    for act in (verify, open_layout):
+        with pytest.raises(
+            UnknownDtypeError, match=r"'fc\.weight' of new\.safetensors: 'F3_E1M1' is not a dtype of safe"
+        ):
+            act(tmp_path / "new.safetensors")
+    write_raw(tmp_path / "rows.safetensors", {"fc.weight": ("F6_E2M3", [4, 6], 18)}, bytes(18))
+    with pytest.raises(
+        FormatError, match=r"has dtype F6_E2M3 and shape \[4, 6\]. mmfsdp reads only rows of whole bytes"
+    ):
+        open_layout(tmp_path / "rows.safetensors")
+    save_file({"fc.weight": torch.ones(4)}, tmp_path / "plain.safetensors")
+    convert(tmp_path / "plain.safetensors", tmp_path / "sealed.safetensors")
+    sealed = (tmp_path / "sealed.safetensors").read_bytes()
+    (tmp_path / "sealed.safetensors").write_bytes(sealed.replace(b'"F32"', b'"F33"'))
+    [problem] = verify(tmp_path / "sealed.safetensors").problems  # a header with a checksum knows that it is damaged
+    assert "The checksums in the header" in problem.message
 
 
 def test_a_hugging_face_folder_of_codes_is_to_be_restored(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def verify_command(
 ) -> None:
     """Check structure, coverage of every tensor, file sizes, checksums and manifest of a checkpoint.
 
-    Exit codes: 0 nothing is wrong as far as it could be checked; 1 damaged, incomplete or unsafe; 2 no checkpoint.
+    Exit codes: 0 nothing is wrong as far as it could be checked; 1 damaged, incomplete or unsafe; 2 no checkpoint, or
+    one with a dtype that this version does not know.
     """
     with reporting_errors():
         from mmfsdp.basics import human_bytes

@@ -30,6 +30,7 @@ __all__ = [
     "RunDirectoryError",
     "ShardStateError",
     "StateDictError",
+    "UnknownDtypeError",
     "UnknownTorchError",
     "UnsafePickleError",
     "UnsupportedCallError",
@@ -164,6 +165,10 @@ class CheckpointPermissionError(CheckpointError, PermissionError):
 
 class FormatError(CheckpointError):
     """The file has no known format, or breaks the rules of its format."""
+
+
+class UnknownDtypeError(FormatError):
+    """A file holds a dtype that this version of mmfsdp does not know."""
 
 
 class CorruptCheckpointError(CheckpointError):

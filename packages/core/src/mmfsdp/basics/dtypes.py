@@ -19,6 +19,7 @@ __all__ = [
     "numbers_per_element",
     "safetensors_code",
     "to_torch",
+    "torch_name",
 ]
 
 # Canonical name -> (bytes per element, safetensors code). The codes are those of the format's own list:
@@ -39,6 +40,8 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
     "float8_e8m0fnu": (1, "F8_E8M0"),
     "float4_e2m1fn_x2": (1, "F4"),  # two numbers in a byte, which is torch's element; safetensors counts the numbers
+    "float6_e2m3fn_x4": (3, "F6_E2M3"),  # four numbers in three bytes, named after torch's F4: torch itself has none
+    "float6_e3m2fn_x4": (3, "F6_E3M2"),
     "float16": (2, "F16"),
     "bfloat16": (2, "BF16"),
     "float32": (4, "F32"),
@@ -69,6 +72,8 @@ _ALIASES = {
     "float8": "float8_e4m3fn",
 }
 
+_NUMBERS = {"float4_e2m1fn_x2": 2, "float6_e2m3fn_x4": 4, "float6_e3m2fn_x4": 4}
+_NOT_OF_TORCH = ("float6_e2m3fn_x4", "float6_e3m2fn_x4")
 _FROM_CODE = {code: name for name, (_, code) in DTYPES.items() if code is not None}
 
 
@@ -97,7 +102,7 @@ def itemsize(dtype: object) -> int:
 
 def numbers_per_element(dtype: object) -> int:
     """Return how many numbers share an element of ``dtype``, along the last dimension."""
-    return 2 if canonical_dtype(dtype) == "float4_e2m1fn_x2" else 1
+    return _NUMBERS.get(canonical_dtype(dtype), 1)
 
 
 def is_floating_point(dtype: object) -> bool:
@@ -127,14 +132,27 @@ def from_safetensors_code(code: str) -> str:
     """
     if not isinstance(code, str):
         raise ConfigError(f"{brief(code)} is not a safetensors dtype code, which is text.")
-    if code.startswith("F6_"):
-        raise ConfigError(
-            f"{code!r} is a dtype of safetensors whose elements take less than a byte. No other format holds it: cast "
-            "the tensor with the library that wrote it."
-        )
     if code not in _FROM_CODE:
-        raise ConfigError(f"{code!r} is not a safetensors dtype code.{closest(code, _FROM_CODE)}")
+        raise ConfigError(
+            f"{code!r} is not a dtype of safetensors that this version of mmfsdp knows.{closest(code, _FROM_CODE)} If "
+            "it is newer than this version, update mmfsdp."
+        )
     return _FROM_CODE[code]
+
+
+def torch_name(dtype: object) -> str:
+    """Return the name that torch has for ``dtype``, which a pickled tensor needs.
+
+    Raises:
+        ConfigError: Torch has none.
+    """
+    name = canonical_dtype(dtype)
+    if name in _NOT_OF_TORCH:
+        raise ConfigError(
+            f"Only safetensors holds {name!r} ({safetensors_code(name)}): torch has no such dtype. Write a "
+            ".safetensors file, or cast the tensors with the library that wrote them."
+        )
+    return name
 
 
 def to_torch(dtype: object) -> Any:
@@ -145,7 +163,7 @@ def to_torch(dtype: object) -> Any:
     """
     import torch
 
-    name = canonical_dtype(dtype)
+    name = torch_name(dtype)
     if not hasattr(torch, name):
         raise ConfigError(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch.")
     return getattr(torch, name)

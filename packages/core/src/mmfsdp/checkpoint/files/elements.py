@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmfsdp.basics.descriptors import read_into, size_of
-from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.basics.dtypes import itemsize, numbers_per_element
 from mmfsdp.basics.installing import pip_install
 from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -260,19 +260,21 @@ def has_numpy() -> bool:
 
 
 def raw(block: memoryview, dtype: str) -> NDArray[Any]:
-    """Return the elements as opaque words to compare for equality, a row of two for 16-byte elements."""
+    """Return the elements as opaque words to compare for equality; a row of words for elements of 3 or 16 bytes."""
     import numpy as np
 
     size = itemsize(dtype)
     if size == 16:
         return np.frombuffer(block, np.uint64).reshape(-1, 2)
+    if size == 3:  # four numbers of 6 bits
+        return np.frombuffer(block, np.uint8).reshape(-1, 3)
     return np.frombuffer(block, f"<u{size}")
 
 
 def values(block: memoryview, dtype: str, room: NDArray[np.float32] | None = None) -> NDArray[Any]:
     """Return the elements as an array of numbers that holds each exactly.
 
-    bfloat16 and 8-bit floats become float32, and bytes of two 4-bit floats uint8; everything else stays what it is.
+    bfloat16 and 8-bit floats become float32, and bytes of smaller floats uint8; everything else stays what it is.
 
     Args:
         block: The elements, packed.
@@ -288,8 +290,8 @@ def values(block: memoryview, dtype: str, room: NDArray[np.float32] | None = Non
         bits[:] = words
         np.left_shift(bits, np.uint32(16), out=bits)
         return bits.view(np.float32)
-    if dtype.startswith("float4"):
-        return np.frombuffer(block, np.uint8)  # codes of two numbers
+    if numbers_per_element(dtype) > 1:
+        return np.frombuffer(block, np.uint8)  # parts of several codes
     if dtype.startswith("float8"):
         return small_floats(dtype)[np.frombuffer(block, np.uint8)]
     return np.frombuffer(block, np.dtype(dtype).newbyteorder("<"))

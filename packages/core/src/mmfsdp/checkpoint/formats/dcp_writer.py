@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.basics.dtypes import torch_name
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.dcp import INTEGER_KEYS, TensorInfo
 from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
@@ -253,7 +254,7 @@ def dcp_metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], l
 def _properties(writer: PickleWriter, dtype: str) -> bytes:
     layout, memory = name_opcodes("torch.serialization", "_get_layout"), name_opcodes(_METADATA, "_MEM_FORMAT_ENCODING")
     parts = (
-        name_opcodes("torch", dtype),
+        name_opcodes("torch", torch_name(dtype)),
         _called(layout, text_opcodes("torch.strided")),
         _FALSE,  # requires_grad
         _called(memory, int_opcodes(0)),

@@ -35,6 +35,7 @@ from mmfsdp.errors import (
     CorruptCheckpointError,
     FormatError,
     IncompleteCheckpointError,
+    UnknownDtypeError,
 )
 
 __all__ = ["CHECKSUMS", "box_offsets", "plan_file", "plan_write", "read", "read_entries", "read_ranks"]
@@ -52,7 +53,8 @@ def read(source: Source) -> Layout:
     """Read the layout of a safetensors file.
 
     Raises:
-        FormatError: A dtype is unknown here, or it is a single rank's part of a checkpoint.
+        UnknownDtypeError: A dtype is unknown here.
+        FormatError: It is a single rank's part of a checkpoint.
         CorruptCheckpointError: The header is damaged, or the file shorter than it says.
     """
     path = source.path
@@ -72,7 +74,7 @@ def read_entries(path: Path, begin: int = 0) -> tuple[dict[str, TensorEntry], di
         begin: Where the format begins, in bytes, if something is in front of it; it ends with the file.
 
     Raises:
-        FormatError: A dtype is unknown here.
+        UnknownDtypeError: A dtype is unknown here.
         CorruptCheckpointError: The header is damaged, tensors overlap, or the file is shorter than it says.
     """
     size = path.stat().st_size
@@ -100,9 +102,10 @@ def read_entries(path: Path, begin: int = 0) -> tuple[dict[str, TensorEntry], di
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ does not map strings to strings")
+        crcs = _checksums(path, header, metadata[CHECKSUMS]) if CHECKSUMS in metadata else None
         tensors = {name: _entry(path, name, value, data) for name, value in header.items()}
-        if CHECKSUMS in metadata:
-            tensors = _records(path, header, metadata[CHECKSUMS], tensors)
+        if crcs is not None:
+            tensors = _records(path, tensors, crcs)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(f"The header of {path.name}", error, path, begin + 8) from error
     position = data
@@ -177,19 +180,24 @@ def _entries_crc(entries: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(entries, separators=(",", ":")).encode())
 
 
-def _records(path: Path, raw: Any, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors with the checksums that the header gives them."""
+def _checksums(path: Path, raw: Mapping[str, Any], text: str) -> list[int]:
+    """Return the tensors' checksums that the header gives, once its own is right."""
     digits = re.fullmatch(r"(?:[0-9a-f]{8})+", text)
     crcs = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)] if digits else []
-    if len(crcs) != len(tensors) + 1 or crcs[0] != _entries_crc(raw):
+    if len(crcs) != len(raw) + 1 or crcs[0] != _entries_crc(raw):
         raise CorruptCheckpointError(
             f"The checksums in the header of {path.name} are not those of the tensors that it lists: the header is "
             f"damaged, or a program changed the tensors and kept the metadata. It should drop {CHECKSUMS!r} then.",
             file=str(path),
             offset=8,
         )
+    return crcs[1:]
+
+
+def _records(path: Path, tensors: Mapping[str, TensorEntry], crcs: Sequence[int]) -> dict[str, TensorEntry]:
+    """Return the tensors with their checksums."""
     found = {}
-    for (name, entry), crc in zip(tensors.items(), crcs[1:], strict=True):
+    for (name, entry), crc in zip(tensors.items(), crcs, strict=True):
         [chunk] = entry.chunks()
         record = Record(path, chunk.offset, chunk.nbytes, crc)
         found[name] = replace(entry, stored=(replace(chunk, record=record),))
@@ -200,7 +208,7 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:
     try:
         dtype = from_safetensors_code(value["dtype"])
     except ConfigError as error:
-        raise FormatError(f"Tensor {name!r} of {path.name}: {error.message}", file=str(path)) from error
+        raise UnknownDtypeError(f"Tensor {name!r} of {path.name}: {error.message}", file=str(path)) from error
     start, end = value["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (start, end)):
         raise ValueError(f"tensor {name!r} has offsets that are not numbers")
@@ -210,7 +218,11 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> TensorEntry:
         raise ValueError(f"the shape of tensor {name!r} is invalid: {error}") from error
     if (count := numbers_per_element(dtype)) > 1:
         if not shape or shape[-1] % count:
-            raise ValueError(f"tensor {name!r} of {dtype} has shape {list(shape)}, of which no bytes are whole")
+            raise FormatError(
+                f"Tensor {name!r} of {path.name} has dtype {value['dtype']} and shape {list(shape)}. mmfsdp reads only "
+                f"rows of whole bytes of this dtype: {count} numbers, or several times as many.",
+                file=str(path),
+            )
         shape = (*shape[:-1], shape[-1] // count)
     if end - start != math.prod(shape) * itemsize(dtype):
         raise ValueError(f"tensor {name!r} of {dtype} and shape {list(shape)} cannot have {end - start} bytes")

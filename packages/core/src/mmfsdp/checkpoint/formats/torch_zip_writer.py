@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmfsdp.basics.dtypes import torch_name
 from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.source import Content
@@ -140,7 +141,7 @@ def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str
         writer.save(False)
         writer.reduce("collections", "OrderedDict", ())
         if not typed:
-            writer.name("torch", entry.dtype)
+            writer.name("torch", torch_name(entry.dtype))
         writer.raw(b"tR")
         if ref.parameter is not None:
             writer.save(ref.parameter)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mmfsdp.basics.dtypes import numbers_per_element
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
@@ -16,6 +17,7 @@ from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import find_tensor
+from mmfsdp.errors import ConfigError
 
 __all__ = ["TensorStatistics", "TreeNode", "tensor_statistics", "tensor_tree"]
 
@@ -67,13 +69,17 @@ def tensor_statistics(layout: Layout, name: str, *, progress: Progress | None = 
         progress: Called with the bytes read so far and the bytes to read.
 
     Raises:
-        ConfigError: There is no such tensor, or no numpy.
+        ConfigError: There is no such tensor, or no numpy, or its elements hold several numbers each.
         IncompleteCheckpointError, CorruptCheckpointError: Parts of it are missing.
     """
     require_numpy("Statistics of a tensor")
     import numpy as np
 
     entry = find_tensor(layout, name)
+    if (count := numbers_per_element(entry.dtype)) > 1:
+        raise ConfigError(
+            f"{entry.name!r} is {entry.dtype}: each element holds {count} codes, and mmfsdp has no statistics of them."
+        )
     check_coverage(layout, [entry.name])
     [stored], times = without_repeats(entry)
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0

@@ -29,6 +29,7 @@ from mmfsdp.errors import (
     CheckpointPermissionError,
     ConfigError,
     MmfsdpError,
+    UnknownDtypeError,
     UnsafePickleError,
 )
 
@@ -103,6 +104,7 @@ def verify(
         CheckpointNotFoundError: There is no checkpoint at ``path``.
         CheckpointPermissionError: The user of this process may not read it.
         UnsafePickleError: It names something that is not on the list of safe names.
+        UnknownDtypeError: A file holds a dtype that this version does not know, which is no damage.
         ConfigError: ``jobs`` is not positive.
     """
     if jobs < 1:
@@ -113,7 +115,7 @@ def verify(
     layout: Layout | None = None
     try:
         layout = opened(path, trust=trust, reference=reference)
-    except (CheckpointNotFoundError, CheckpointPermissionError, UnsafePickleError):
+    except (CheckpointNotFoundError, CheckpointPermissionError, UnknownDtypeError, UnsafePickleError):
         raise
     except CheckpointError as error:
         problems.append(_problem(error))
