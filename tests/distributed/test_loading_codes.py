@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.distributed.test_state_dicts import equal
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 import mmfsdp
 from mmfsdp.checkpoint import convert
@@ -93,6 +96,47 @@ def fill(rank: int, folder: str, engine: str, files: dict[str, str]) -> list[str
 def test_codes_are_restored_at_every_entrance(engine: str, tmp_path: Path) -> None:
     files = codes(tmp_path)
     for wrong in run_ranks(fill, 4 if engine == "hybrid" else 2, str(tmp_path), engine, files):
+        assert not wrong
+
+
+def load_by_torch(rank: int) -> list[str]:
+    """Return what torch's own load_state_dict() does not refuse, of whole tensors and of the model's own shards."""
+    wrong = []
+    for engine in ("fsdp2", "replicate", "fsdp1", "flat"):
+        model = mmfsdp.shard(Net(), ENGINES[engine])
+        outer = nn.ModuleDict({"net": model})
+        before = mmfsdp.model_state_dict(model, rank0_only=False)
+        shards = mmfsdp.model_state_dict(model, "sharded")
+        for kind, stored in (("whole", before), ("shards", shards)):
+            for scale in ("fc.weight_scale_inv", "fc.my_scale"):
+                fc = stored["fc.weight"].detach()
+                coded = fc.to(torch.float8_e4m3fn) if scale.endswith("inv") or kind == "shards" else fc.to(torch.int8)
+                given = {**stored, "fc.weight": coded, scale: torch.ones(1)}
+                for owner, prefix in ((model, ""), (outer, "net.")):
+                    with warnings.catch_warnings(), type_of(engine, kind, model):
+                        try:
+                            owner.load_state_dict({prefix + name: value for name, value in given.items()}, strict=False)
+                            wrong.append(f"{engine} {kind} {scale} loads")
+                        except StateDictError as error:
+                            if "fc.weight'" not in str(error):
+                                wrong.append(f"{engine} {kind} {scale}: {error}")
+        if not equal(mmfsdp.model_state_dict(model, rank0_only=False), before):
+            wrong.append(f"{engine}: the model has changed")
+        if engine not in ("replicate", "fsdp2"):
+            model.load_state_dict({**before, "fc.bias": before["fc.bias"].to(torch.float8_e5m2)})  # nothing scales it
+    return wrong
+
+
+def type_of(engine: str, kind: str, model: nn.Module) -> Any:
+    """Return the context in which torch's FSDP1 loads shards."""
+    if kind == "whole" or engine in ("fsdp2", "replicate"):
+        return nullcontext()
+    warnings.simplefilter("ignore")  # torch's, of its own method
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+
+def test_torchs_own_load_refuses_codes() -> None:
+    for wrong in run_ranks(load_by_torch, 2):
         assert not wrong
 
 

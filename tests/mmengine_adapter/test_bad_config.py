@@ -75,6 +75,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "it has no meta['iter'], which says where training stopped. To start",
         ],
     ),
+    "codes of bytes": (
+        {"load_from": "int8.pth"},
+        ["StateDictError: 'head.weight' is int8, and the model's is float32: these are codes, and nothing says"],
+    ),
+    "codes with unknown scales": (
+        {"load_from": "scaled.pth", "resume": True},
+        ["StateDictError: 'head.weight' is float8_e4m3fn in units of 'head.my_scale', which mmfsdp does not read"],
+    ),
     "a path to resume": (
         {"resume": "work/epoch_2.pth"},
         ["ConfigError: resume must be True or False, got 'work/epoch_2.pth'.", "resume=True and load_from='work/ep"],
@@ -117,6 +125,11 @@ def test_every_rank_stops_and_says_why(tmp_path: Path) -> None:
     )
     trained = torch.load(tmp_path / "epoch_2.pth", weights_only=False)
     torch.save({"meta": {"version": 1}, "state_dict": trained["state_dict"]}, tmp_path / "published.pth")
+    weights = trained["state_dict"]
+    codes = {"int8": weights["head.weight"].to(torch.int8), "scaled": weights["head.weight"].to(torch.float8_e4m3fn)}
+    for name, value in codes.items():
+        coded = {**weights, "head.weight": value, **({"head.my_scale": torch.ones(1)} if name == "scaled" else {})}
+        torch.save({**trained, "state_dict": coded}, tmp_path / f"{name}.pth")
     before = content(tmp_path)
     assert {"epoch_1.pth", "epoch_2.pth", "last_checkpoint"} <= {*before}
     for found in run_ranks(fail, 2, tmp_path):

@@ -53,7 +53,11 @@ def places(tmp_path: Path) -> dict[str, str]:
     """One model's weights in every form, by what the form is called."""
     torch.manual_seed(1)
     weights = dict(MODELS.build({"type": "ToyModel"}).state_dict())
+    codes = weights["head.weight"].to(torch.float8_e4m3fn)
+    weights["head.weight"] = codes.float() / 2
     torch.save(weights, tmp_path / "bare.pth")
+    coded = {**weights, "head.weight": codes, "head.weight_scale_inv": torch.tensor([0.5])}
+    torch.save({"state_dict": coded, "meta": {}}, tmp_path / "codes.pth")
     torch.save({"state_dict": weights, "meta": {}}, tmp_path / "published.pth")
     torch.save({"model": weights, "epoch": 3}, tmp_path / "model.pth")
     torch.save({"state_dict": {f"module.{key}": value for key, value in weights.items()}}, tmp_path / "ddp.pth")
@@ -67,7 +71,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"state_dict": weights}, checkpoint_id=tmp_path / "dcp")
-    forms = ("bare.pth", "published.pth", "model.pth", "ddp.pth", "one.safetensors", "shards", "dcp")
+    forms = ("bare.pth", "published.pth", "model.pth", "ddp.pth", "codes.pth", "one.safetensors", "shards", "dcp")
     return {form: str(tmp_path / form) for form in forms}
 
 

@@ -30,6 +30,7 @@ from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit
 from mmfsdp.runtime.resizing import refuse_resizing
 from mmfsdp.runtime.second_order import RefuseSecondOrder
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.stored_codes import refuse_codes
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_root
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe
 from mmfsdp.runtime.torch_fsdp2.random_numbers import draw_as_whole
@@ -79,6 +80,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
         _show_shards(module, me, root)
         _watch_mode(module, me, root)
         module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    refuse_codes(module)
     refuse_resizing(module)
     watch_optimizers()
     watch_wrappers()

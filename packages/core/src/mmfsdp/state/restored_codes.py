@@ -1,4 +1,4 @@
-"""Restores weights that a state dict holds as codes with scales, and refuses codes that would be taken for numbers."""
+"""Restores weights that a state dict holds as codes with scales."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.basics.codes import block_of, codes_in_units, needless_parts, other_codes, scales_of
-from mmfsdp.basics.text import clean_fqn
+from mmfsdp.basics.codes import block_of, needless_parts
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.stored_codes import REMEDY, codes_for_numbers, names_held
 from mmfsdp.state.lazy_tensors import LazyTensor, TensorSource, Wanted, whole_box
 
 __all__ = ["as_numbers"]
-
-_ALWAYS_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
-_BYTES = (torch.int8, torch.uint8)
-_REMEDY = "Load the model with the library that wrote it, and save it unquantised."
 
 
 def as_numbers(state_dict: Mapping[str, Any], state: ShardedModel) -> Mapping[str, Any]:
@@ -37,59 +33,14 @@ def as_numbers(state_dict: Mapping[str, Any], state: ShardedModel) -> Mapping[st
         StateDictError: The model has numbers where the state dict has codes that cannot be restored.
     """
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor | LazyTensor)}
-    if all(value.dtype in _ALWAYS_NUMBERS for value in tensors.values()):
-        return state_dict
-    params = {name: param.dtype for param in state.plan.all_params() for name in (param.fqn, *param.aliases)}
-    buffers = {clean_fqn(name): _name(buffer.dtype) for name, buffer in state.module.named_buffers()}
-    own = {**buffers, **params}
-    lacking = {name for name, dtype in own.items() if name in tensors and _name(tensors[name].dtype) != dtype}
-    found = {name: scale for name, scale in scales_of(tensors).items() if name in lacking and scale not in own}
-    _refuse_others(tensors, own, lacking - {*found})
+    found = codes_for_numbers(tensors, state)
     for name in found:
         _check(name, tensors[name], tensors[found[name]])
-    twins = {id(tensors[name]) for name in found}  # a tied weight has scales under one of its names
-    _refuse_bytes(tensors, params, {name for name in lacking if id(tensors[name]) not in twins}, found)
     if not found:
         return state_dict
     restored = _restored(tensors, found)
-    gone = needless_parts(tensors, found) - {*own}
+    gone = needless_parts(tensors, found) - {*names_held(state)}
     return {name: restored.get(id(value), value) for name, value in state_dict.items() if name not in gone}
-
-
-def _refuse_others(tensors: Mapping[str, Any], own: Mapping[str, str], lacking: set[str]) -> None:
-    """Raise if the model has numbers for codes that are not restored here."""
-    for name, codes in other_codes(tensors).items():
-        is_own = name in own or (codes.weight in tensors and codes.weight not in lacking)
-        if codes.weight in own and not is_own:
-            raise StateDictError(
-                f"{name!r} is of weights quantised by {codes.kind}, which mmfsdp does not restore, and the model's "
-                f"{codes.weight!r} is {own[codes.weight]}. {_REMEDY}"
-            )
-    for name, scale in codes_in_units(tensors).items():
-        if name in lacking and scale not in own:
-            raise StateDictError(
-                f"{name!r} is {_name(tensors[name].dtype)} in units of {scale!r}, which mmfsdp does not read, and the "
-                f"model's is {own[name]}: loading it would take codes for numbers. {_REMEDY}"
-            )
-
-
-def _refuse_bytes(
-    tensors: Mapping[str, Any], params: Mapping[str, str], lacking: set[str], found: Mapping[str, str]
-) -> None:
-    """Raise if a parameter would be loaded from codes without scales."""
-    for name in sorted(lacking & {*params}):
-        dtype = tensors[name].dtype
-        if dtype in _BYTES and params[name].startswith(("float", "bfloat")):
-            raise StateDictError(
-                f"{name!r} is {_name(dtype)}, and the model's is {params[name]}: these are codes, and nothing says "
-                f"what they stand for. {_REMEDY} If they are numbers, cast them to {params[name]} before."
-            )
-        if found and dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            other = next(iter(found))
-            raise StateDictError(
-                f"{name!r} is {_name(dtype)} and has no scale beside it, as {other!r} has with {found[other]!r}. Is a "
-                "file of the checkpoint missing?"
-            )
 
 
 def _check(name: str, codes: Any, scale: Any) -> None:
@@ -101,7 +52,7 @@ def _check(name: str, codes: Any, scale: Any) -> None:
     if block_of(codes, scale) is None:
         raise StateDictError(
             f"{name!r} of shape {[*codes.shape]} has {_name(scale.dtype)} scales of shape {[*scale.shape]}. Expected "
-            f"one, one for each row, or one for each block, such as 128 x 128. {_REMEDY}"
+            f"one, one for each row, or one for each block, such as 128 x 128. {REMEDY}"
         )
 
 
