@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 import mmfsdp
+from mmfsdp.checkpoint import merge_lora
 from mmfsdp.testing import run_ranks
 
 TEXT: dict[str, Any] = {
@@ -79,3 +83,27 @@ def test_models_compute_what_from_pretrained_ones_do(tmp_path: Path) -> None:
         for case, (computed, clean) in found.items():
             torch.testing.assert_close(computed, truth[case.split()[0]], msg=case)
             assert clean, case
+
+
+ADAPTED = {"qwen2_vl": ["q_proj", "v_proj", "proj"], "llava": ["q_proj", "fc1"], "mixtral": ["o_proj"]}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_merged_by_the_names_that_models_have_in_memory(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, MODELS[name][0])
+    built(name).save_pretrained(tmp_path / "base")
+    saved = ["lm_head"] if name == "llava" else None
+    config = LoraConfig(r=4, target_modules=ADAPTED[name], init_lora_weights=False, modules_to_save=saved)
+    adapted: Any = get_peft_model(model_class.from_pretrained(tmp_path / "base"), config)
+    if saved is not None:
+        with torch.no_grad():
+            adapted.get_output_embeddings().weight.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    report = merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", to="hf")
+    merged = model_class.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(adapted.merge_and_unload()))
+    names = [{*load_file(tmp_path / folder / "model.safetensors")} for folder in ("base", "merged")]
+    assert names[0] == names[1]
+    assert any("; transformers says what" in note for note in report.notes) == (name != "mixtral")

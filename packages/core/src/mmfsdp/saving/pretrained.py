@@ -14,6 +14,7 @@ import torch.nn as nn
 from mmfsdp.basics.codes import not_restored
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.huggingface.memory_names import as_in_memory, model_on_meta
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe, folders_of
 from mmfsdp.checkpoint.recipes.fitting import fitting_recipes
@@ -26,7 +27,6 @@ from mmfsdp.saving.load import reference_of, under_tied_names
 from mmfsdp.saving.own_names import count_filled, names_of_params, own_shapes, under_own_names
 from mmfsdp.saving.reading import open_weights
 from mmfsdp.saving.source import Source, lazy_tensors
-from mmfsdp.saving.transformers_names import as_transformers_names
 from mmfsdp.state.lazy_tensors import LazyTensor
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.report import LoadReport, compare_shapes
@@ -169,7 +169,8 @@ def _converted(state: ShardedModel, weights: dict[str, TensorEntry]) -> dict[str
     filled = count_filled(weights, state)
     if filled == len(names_of_params(state)):
         return weights
-    converted = as_transformers_names(state.module, weights)
+    model = model_on_meta(state.module)
+    converted = None if model is None else as_in_memory(model, weights)
     return weights if converted is None or count_filled(converted, state) <= filled else converted
 
 

@@ -19,11 +19,12 @@ from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import part_tensors
 from mmfsdp.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["Adapter", "read_adapter"]
+__all__ = ["PREFIX", "Adapter", "read_adapter"]
 
 _CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What peft puts in front of the names of a base."""
 _LIMIT = 1 << 20  # bytes of a config
 # What torch.compile, recomputation and FSDP1 put into the names of a model that they wrap.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -82,7 +83,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     replaced: dict[str, TensorEntry] = {}
     for stored, entry in part_tensors(layout, "model").items():
         _refuse_empty_tensor(stored, entry, file)
-        name = _WRAPPERS.sub("", stored).removeprefix(_PREFIX)
+        name = _WRAPPERS.sub("", stored).removeprefix(PREFIX)
         if ".original_module." not in name and not table.take(name, entry, stored):
             replaced[_PEFT_STEPS.sub(".", name)] = entry
     factors = table.factors(settings, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from mmfsdp.basics.codes import codes_in_units, how_to_restore, not_restored, scales_of
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.arithmetic.adapters import Adapter, read_adapter
+from mmfsdp.checkpoint.arithmetic.adapters import PREFIX, Adapter, read_adapter
+from mmfsdp.checkpoint.arithmetic.base_names import BaseNames, find_names
 from mmfsdp.checkpoint.arithmetic.diffusers_adapters import diffusers_file, read_diffusers_adapter
 from mmfsdp.checkpoint.arithmetic.low_rank import LowRankSum, transposed
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, restored_for
@@ -21,6 +23,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.planned_files import Progress
+from mmfsdp.checkpoint.formats.huggingface.memory_names import Located, described_model
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head, is_head
 from mmfsdp.checkpoint.formats.opening import opened
@@ -52,6 +55,10 @@ def merge_lora(
     adapter holds whole (``modules_to_save``, trained biases) take the place of the base's, in the base's dtype; those
     that the base lacks, such as a new head, are added. Names that share their bytes with a weight that is changed, such
     as a tied head, change with it.
+
+    If the adapter's names are not those of the base, they may be those of the model in memory: then the table of
+    transformers for the model of the base's ``config.json`` is asked, if it is installed, and the shipped recipes. The
+    result has the base's names.
 
     Args:
         base: The base's checkpoint, of any format and sharding.
@@ -101,31 +108,40 @@ def _folder(base: Layout) -> Path:
 
 
 def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[str, ...]]:
-    names = named_tensors(weights_of(base).weights)
-    _check_modules(base, names, adapter, prefix)
-    _refuse_codes(base, names, adapter, prefix)
+    in_files = named_tensors(weights_of(base).weights)
+    found = find_names(base.tensors, in_files, _folder(base), [prefix + name for name in _wanted(adapter)])
+    names = found.stored
+    _check_modules(base, found, adapter, prefix)
+    _refuse_codes(base, found, adapter, prefix)
     check_coverage(adapter.layout)
     changed: dict[str, TensorEntry] = {}
     added: dict[str, TensorEntry] = {}
+    wrong = []
     for name, entry in adapter.replaced.items():
-        if prefix + name not in names:
+        if prefix + name not in found:
+            if not found.keep(prefix + name, entry):
+                wrong.append(f"only the adapter has {name!r}, and its name in files is not known")
             added[prefix + name] = replace(entry, name=prefix + name)
+            continue
+        if prefix + name not in names:
+            wrong.append(f"{name!r} is replaced, and the base has it in {len(found.of(prefix + name))} parts")
             continue
         stored = base.tensors[names[prefix + name]]
         kept = is_floating_point(stored.dtype) and stored.dtype != entry.dtype
         changed[stored.name] = replace(CastEntry.of(entry, stored.dtype, _ignore) if kept else entry, name=stored.name)
-    wrong = []
     for module, factors in adapter.factors.items():
-        stored = base.tensors[names[f"{prefix}{module}.weight"]]
-        entry = changed.get(stored.name, stored)
         left, right = (
             (factors.b, factors.a) if not factors.transposed else (transposed(factors.a), transposed(factors.b))
         )
         shape = (left.shape[0], *right.shape[1:])
-        if shape != entry.shape or not is_floating_point(entry.dtype):
-            wrong.append(f"{module!r} needs a weight of shape {list(shape)}, and the base has {_described(entry)}")
-            continue
-        changed[stored.name] = LowRankSum.of(entry, left, right, factors.scale)
+        for key, box in found.of(f"{prefix}{module}.weight"):
+            entry = changed.get(key, base.tensors[key])
+            whole = entry.shape if box is None else box.whole
+            if shape != whole or not is_floating_point(entry.dtype):
+                has = f"{[*whole]} of {entry.dtype}"
+                wrong.append(f"{module!r} needs a weight of shape {[*shape]}, and the base has {has}")
+                break
+            changed[key] = LowRankSum.of(entry, *_cut(left, right, box), factors.scale)
     if wrong:
         raise _another_base(base, adapter, wrong)
     tied = _tied(base, names, changed)
@@ -144,7 +160,26 @@ def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[
     # The folder, in which the config lies, too, is not to be written to.
     origins = (*(base.origins or (base,)), replace(adapter.layout, path=adapter.config.parent))
     merged = replace(base, tensors=tensors, tree=_with(base, added), origins=origins)
-    return merged, tuple(f"{what}: {name_list(named, 5)}" for what, named in facts.items() if named)
+    notes = [f"{what}: {name_list(named, 5)}" for what, named in facts.items() if named]
+    if found.table:
+        notes.append(f"The adapter names modules as the model in memory does; {found.table} says what files call them")
+    return merged, tuple(notes)
+
+
+def _cut(left: TensorEntry, right: TensorEntry, box: Located | None) -> tuple[TensorEntry, TensorEntry]:
+    """Return the rows and columns of two factors whose product is a box of theirs."""
+    if box is None:
+        return left, right
+    (row, *columns), (rows, *widths) = box.offsets, box.sizes
+    return (
+        left.cut((row, *(0 for _ in left.shape[1:])), (rows, *left.shape[1:])),
+        right.cut((0, *columns), (right.shape[0], *widths)),
+    )
+
+
+def _wanted(adapter: Adapter) -> list[str]:
+    """Return the names that a base must have."""
+    return [f"{module}.weight" for module in adapter.factors] or [*adapter.replaced]
 
 
 def _lacking(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> Iterator[str]:
@@ -206,9 +241,9 @@ def _tied(base: Layout, names: Mapping[str, str], changed: Mapping[str, TensorEn
     }
 
 
-def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:
-    wanted = [f"{module}.weight" for module in adapter.factors] or [*adapter.replaced]
-    missing = [name for name in wanted if prefix + name not in names]
+def _check_modules(base: Layout, found: BaseNames, adapter: Adapter, prefix: str) -> None:
+    names, wanted = found.stored, _wanted(adapter)
+    missing = [name for name in wanted if prefix + name not in found]
     if not missing:
         return
     _refuse_factors_of_a_tied_head(base, names, adapter, prefix, missing)
@@ -219,8 +254,22 @@ def _check_modules(base: Layout, names: Mapping[str, str], adapter: Adapter, pre
     other = next((end for end in sorted(ends, key=len) if all(end + name in names for name in wanted)), None)
     hint = f" All of them are there below {other!r}: set 'prefix' to it." if other is not None else ""
     if longer := common_prefix(wanted, {name.removeprefix(prefix) for name in names}):
-        hint = f" Without {longer!r} they are there: convert the base with rename {{'^': {longer!r}}} first."
+        hint = f" Without {longer!r} they are there: {_renaming(adapter, longer)}"
+    folder = _folder(base)
+    if hint and (folder / CONFIG).is_file() and described_model(folder) is None:
+        hint += " Or install transformers 5, if it has this model: names of models in memory are then found here."
     raise _another_base(base, adapter, problems, hint)
+
+
+def _renaming(adapter: Adapter, longer: str) -> str:
+    """Return how an adapter's names lose a prefix. The base keeps its own, which readers of the result expect."""
+    file, start = adapter.layout.path.name, PREFIX + longer
+    if not all(name.startswith(start) for name in adapter.layout.tensors):
+        return "remove it from the names of the adapter."
+    return (
+        f"copy the adapter's folder, and write its {file} again into the copy, converted with "
+        f"rename={{{f'^{re.escape(start)}'!r}: {PREFIX!r}}}."
+    )
 
 
 def _refuse_factors_of_a_tied_head(
@@ -241,9 +290,9 @@ def _refuse_factors_of_a_tied_head(
     )
 
 
-def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, prefix: str) -> None:
+def _refuse_codes(base: Layout, found: BaseNames, adapter: Adapter, prefix: str) -> None:
     """Raise a ``ConfigError`` if a weight of the base that changes is stored as codes."""
-    weights = {name: base.tensors[source] for name, source in names.items()}
+    weights = {name: base.tensors[source] for name, source in found.stored.items()}
     scales = codes_in_units(weights) | scales_of(weights)
     changing = {f"{prefix}{module}.weight" for module in adapter.factors} | {prefix + name for name in adapter.replaced}
     if (name := next((name for name in scales if name in changing), None)) is not None:
@@ -252,10 +301,6 @@ def _refuse_codes(base: Layout, names: Mapping[str, str], adapter: Adapter, pref
             f"such numbers. {how_to_restore(name, weights)}",
             file=str(base.path),
         )
-
-
-def _described(entry: TensorEntry) -> str:
-    return f"{list(entry.shape)} of {entry.dtype}"
 
 
 def _another_base(base: Layout, adapter: Adapter, problems: list[str], hint: str = "") -> ConfigError:
