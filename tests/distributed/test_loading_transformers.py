@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 import mmfsdp
-from mmfsdp.checkpoint import merge_lora
+from mmfsdp.checkpoint import convert, merge_lora
 from mmfsdp.testing import run_ranks
 
 TEXT: dict[str, Any] = {
@@ -26,7 +27,7 @@ TEXT: dict[str, Any] = {
 }
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODELS = {
-    "mixtral": ("MixtralForCausalLM", {**TEXT, "num_local_experts": 12}),
+    "mixtral": ("MixtralForCausalLM", {**TEXT, "num_local_experts": 11}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {**TEXT, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
@@ -51,6 +52,13 @@ MODELS = {
 }
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp1": {"engine": "fsdp1"},
+    "replicate": {"sharding": "NO_SHARD"},
+}
+
+
 def built(name: str) -> Any:
     model_class = getattr(transformers, MODELS[name][0])
     return model_class(model_class.config_class(**MODELS[name][1]))
@@ -65,24 +73,43 @@ def logits(model: Any) -> torch.Tensor:
 def fill(rank: int, folder: str) -> dict[str, tuple[torch.Tensor, bool]]:
     found = {}
     for name in MODELS:
-        for engine in ("fsdp2", "fsdp1") if name == "mixtral" else ("fsdp2",):
+        for kind in KINDS if name == "mixtral" else ["fsdp2"]:
             torch.manual_seed(1)
-            model = mmfsdp.shard(built(name), {"engine": engine, "wrap": {"kind": "size", "min_num_params": 1000}})
+            model = mmfsdp.shard(built(name), {**KINDS[kind], "wrap": {"kind": "size", "min_num_params": 1000}})
             clean = mmfsdp.load_pretrained(model, f"{folder}/{name}").clean
-            found[f"{name} {engine}"] = (logits(model), clean)
+            found[f"{name} {kind}"] = (logits(model), clean)
+            out = f"{folder}/{name}_of_{kind}"
+            mmfsdp.save_checkpoint(f"{out}_dcp", model, kind="sharded")
+            mmfsdp.save_checkpoint(f"{out}_hf", model, kind="hf", like=f"{folder}/{name}")
+            save = mmfsdp.save_checkpoint(f"{out}_config", model, kind="hf", like=f"{folder}/{name}_c", blocking=False)
+            save.result()
     return found
 
 
-def test_models_compute_what_from_pretrained_ones_do(tmp_path: Path) -> None:
+def test_models_are_filled_and_written_as_transformers_does(tmp_path: Path) -> None:
     truth = {}
     for name, (model_class, _) in MODELS.items():
         torch.manual_seed(0)
         built(name).save_pretrained(tmp_path / name)
         truth[name] = logits(getattr(transformers, model_class).from_pretrained(tmp_path / name))
+        (tmp_path / f"{name}_c").mkdir()
+        shutil.copy(tmp_path / name / "config.json", tmp_path / f"{name}_c")
     for found in run_ranks(fill, 2, str(tmp_path)):
         for case, (computed, clean) in found.items():
             torch.testing.assert_close(computed, truth[case.split()[0]], msg=case)
             assert clean, case
+    for case in found:
+        name, sharding = case.split()
+        out = f"{tmp_path}/{name}_of_{sharding}"
+        report = convert(f"{out}_dcp", f"{out}_like", to="hf", like=tmp_path / name)
+        assert any("names and shapes of files" in note for note in report.notes)
+        convert(f"{out}_dcp", f"{out}_in_memory", to="hf", like=f"{tmp_path}/{name}_c")
+        written = load_file(tmp_path / name / "model.safetensors")
+        for kind in ("hf", "config", "like", "in_memory"):
+            computed = logits(getattr(transformers, MODELS[name][0]).from_pretrained(f"{out}_{kind}"))
+            torch.testing.assert_close(computed, truth[name], msg=f"{case} {kind}")
+            again = load_file(f"{out}_{kind}/model.safetensors")
+            assert kind == "in_memory" or {*again} == {*written}, (case, kind)
 
 
 ADAPTED = {"qwen2_vl": ["q_proj", "v_proj", "proj"], "llava": ["q_proj", "fc1"], "mixtral": ["o_proj"]}

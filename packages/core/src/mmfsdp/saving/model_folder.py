@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds
@@ -26,6 +27,12 @@ from mmfsdp.checkpoint.files.disk import copy_here, sync
 from mmfsdp.checkpoint.files.planned_files import complete_file
 from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
 from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
+from mmfsdp.checkpoint.formats.huggingface.memory_names import (
+    Located,
+    boxes_in_files,
+    model_on_meta,
+    names_in_files,
+)
 from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
 from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names, own_weights
 from mmfsdp.checkpoint.formats.opening import open_layout
@@ -52,14 +59,27 @@ class ModelFolder:
     """The files that a folder will hold, and their content."""
 
     weights: Mapping[str, torch.Tensor]
-    """The weights by name, tied ones once: DTensors, or tensors that are the same on every rank."""
+    """The weights by name in memory, tied ones once: DTensors, or tensors that are the same on every rank."""
+    entries: Mapping[str, TensorEntry]
+    """What will be written, by name in the files."""
+    boxes: Mapping[str, Located]
+    """Which box of which weight a tensor of the files is; those of the same name in memory have none."""
     beside: Mapping[str, Path]
     """Files to copy, by name; only the first rank's counts."""
     stem: str
     """The prefix of the names of the files with weights."""
 
     @classmethod
-    def of(cls, weights: Mapping[str, Any], like: Path, target: Path, scope: Scope, *, overwrite: bool) -> ModelFolder:
+    def of(
+        cls,
+        weights: Mapping[str, Any],
+        like: Path,
+        target: Path,
+        scope: Scope,
+        *,
+        overwrite: bool,
+        model: nn.Module | None = None,
+    ) -> ModelFolder:
         """Decide what to write. Collective: every rank of the scope.
 
         Args:
@@ -68,38 +88,42 @@ class ModelFolder:
             target: Where the folder will appear.
             scope: The ranks that save.
             overwrite: Whether the target is replaced; its other files are kept.
+            model: The model: weights of one of transformers 5 get the names and shapes of its files.
 
         Raises:
             ConfigError: ``like`` is not such a folder, or its weights have other names or shapes, or its config other
                 sizes; raised on every rank.
         """
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-        entries = {name: _entry(name, value) for name, value in tensors.items()}
 
-        def ties() -> tuple[Ties, list[tuple[str, str]], str] | None:
+        def plan() -> tuple[Ties, list[tuple[str, str]], str, dict[str, Located], dict[str, TensorEntry]] | None:
             if not scope.is_first:
                 return None
             folder = like_folder(str(like), target, target)
-            found = Ties.of(folder, own_weights(folder, open_layout))
-            candidates = [*found.candidates(entries), *_one_in_memory(tensors)] if found.possible else []
-            return found, candidates, weights_stem(found.like)
+            own = own_weights(folder, open_layout)
+            boxes, entries = _in_files({name: _entry(name, value) for name, value in tensors.items()}, own, model)
+            found = Ties.of(folder, own)
+            names = {box.name: name for name, box in boxes.items() if box.is_whole}
+            same = [(names.get(one, one), names.get(two, two)) for one, two in _one_in_memory(tensors)]
+            candidates = [*found.candidates(entries), *same] if found.possible else []
+            return found, candidates, weights_stem(found.like), boxes, entries
 
-        found, candidates, stem = shared(ties, scope)
+        found, candidates, stem, boxes, entries = shared(plan, scope)
+        names = {name: boxes[name].name if name in boxes else name for name in entries}
         dropped: set[str] = set()
         for second, first in candidates:
-            if first in dropped or second in dropped:
+            if first in dropped or second in dropped or not {first, second} <= {*entries}:
                 continue
-            if any_of(scope, not torch.equal(_local(tensors[second]), _local(tensors[first]))):
+            if any_of(scope, not torch.equal(_local(tensors[names[second]]), _local(tensors[names[first]]))):
                 found.refuse_unequal(second, first)
             else:
                 dropped.add(second)
-        kept = {name: value for name, value in tensors.items() if name not in dropped}
+        written = {name: entry for name, entry in entries.items() if name not in dropped}
 
         def check() -> dict[str, Path]:
             if not scope.is_first:
                 return {}
-            written = {name: entries[name] for name in kept}
-            check_names(written, {*tensors}, found.like, own_weights(found.like, open_layout))
+            check_names(written, {*entries}, found.like, own_weights(found.like, open_layout))
             check_sizes(written, found.like)
             beside = companions(found.like, target if overwrite else None)
             refuse_other_content(target, beside)
@@ -107,7 +131,26 @@ class ModelFolder:
                 _log.warning("Saving %r: %s.", str(target), note)
             return beside
 
-        return cls(kept, on_all_ranks(check, scope), stem)
+        kept = {name: tensors[name] for name in dict.fromkeys(names[name] for name in written)}
+        return cls(kept, written, boxes, on_all_ranks(check, scope), stem)
+
+
+def _in_files(
+    entries: dict[str, TensorEntry], own: Mapping[str, TensorEntry], model: nn.Module | None
+) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    """Return which boxes of weights are written, and what is written by the names of files."""
+    if model is None or (own and all(name in entries for name in own)):
+        return {}, entries
+    plain = model_on_meta(model)
+    if plain is None:
+        return {}, entries
+    files = own or names_in_files(plain)
+    boxes = boxes_in_files(plain, entries, files)
+    taken = {box.name for box in boxes.values()}
+    made = {name: entry for name, entry in entries.items() if name not in taken}
+    return boxes, made | {
+        name: TensorEntry(name, entries[box.name].dtype, files[name].shape, ()) for name, box in boxes.items()
+    }
 
 
 def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *, direct: bool = False) -> Files:
@@ -128,8 +171,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *
     Raises:
         CheckpointError: A file could not be written; raised on every rank.
     """
-    entries = {name: _entry(name, value) for name, value in folder.weights.items()}
-    planned = plan_write(Content({}, entries, entries, stem=folder.stem))
+    planned = plan_write(Content({}, folder.entries, folder.entries, stem=folder.stem))
 
     def create() -> None:
         with as_checkpoint_error(save.target):
@@ -144,6 +186,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *
     on_all_ranks(create, scope)
     written: WrittenParts = {}
     failures: list[BaseException] = []
+    latest: tuple[str, tuple[torch.Tensor, Bounds] | None] = ("", None)
     writer = BlockWriter(direct=direct)
     for file in planned:
         path = save.temporary / file.name
@@ -151,7 +194,13 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *
             with _collected(failures, save.target / file.name):
                 stack.enter_context(writer.to(path))
             for piece in file.pieces:
-                own = _own(folder.weights[piece.entry.name], scope)
+                box = folder.boxes.get(piece.entry.name)
+                name = piece.entry.name if box is None else box.name
+                if name != latest[0]:  # the parts of a tensor follow each other: it is gathered once
+                    latest = name, _own(folder.weights[name], scope)
+                own = latest[1]
+                if own is not None and box is not None:
+                    own = _within(*own, box, piece.entry.shape)
                 # A rank that failed goes on with what is collective, or the others would wait for it.
                 with _collected(failures, save.target / file.name):
                     if own is not None and not failures and (stretch := _write(writer, *own, piece)) is not None:
@@ -200,6 +249,24 @@ def _own(tensor: torch.Tensor, scope: Scope) -> tuple[torch.Tensor, Bounds] | No
     if any(at for at, dim in zip(coordinates, placements_of(tensor), strict=True) if dim is None):
         return None  # the first replica writes
     return tensor.to_local(), box_of(tensor).bounds
+
+
+def _within(
+    tensor: torch.Tensor, held: Bounds, box: Located, shape: Sequence[int]
+) -> tuple[torch.Tensor, Bounds] | None:
+    """Return what a rank has of a box, and which rows of the tensor in the file that is."""
+    low = [max(ours, its) for ours, its in zip(held[0], box.offsets, strict=True)]
+    ends = zip(*held, box.offsets, box.sizes, strict=True)
+    sizes = [min(a + b, c + d) - first for first, (a, b, c, d) in zip(low, ends, strict=True)]
+    if min(sizes, default=1) <= 0:
+        return None
+    for dim, (first, size) in enumerate(zip(low, sizes, strict=True)):
+        tensor = tensor.narrow(dim, first - held[0][dim], size)
+    offsets = [first - begin for first, begin in zip(low, box.offsets, strict=True)]
+    if (dim := box.dropped(shape)) is not None:
+        tensor = tensor.squeeze(dim)
+        del offsets[dim], sizes[dim]
+    return tensor, (tuple(offsets), tuple(sizes))
 
 
 def _write(writer: BlockWriter, tensor: torch.Tensor, box: Bounds, piece: Piece) -> Stretch | None:

@@ -63,7 +63,8 @@ def save_checkpoint(
             loads, with the weights alone; each rank writes its own rows into the files.
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
         like: For ``hf``: a Hugging Face folder of the same model, whose configuration and tokenizer files are copied.
-            If it has weights, their names and shapes must be the model's.
+            If it has weights, their names and shapes must be the model's; those of a model of transformers 5 are
+            written as its files have them.
         overwrite: Replace the checkpoint at ``path`` once the new one is complete.
         blocking: ``False``: return as soon as each rank has copied its part to CPU memory, and write in the background
             while training continues. The memory is kept for the next save, which first waits for this one. For
@@ -111,7 +112,8 @@ def save_checkpoint(
         on_all_ranks(lambda: refuse_other_content(target) if scope.is_first else None, scope)
     if like is not None:
         weights = model_state_dict(model, "sharded")
-        folder = ModelFolder.of(weights, Path(same_path(like, scope)), target, scope, overwrite=overwrite)
+        folder_like = Path(same_path(like, scope))
+        folder = ModelFolder.of(weights, folder_like, target, scope, overwrite=overwrite, model=state.module)
         return _write_folder(target, folder, state, scope, overwrite, blocking)
     form: Literal["full", "sharded"] = "full" if kind == "full" and blocking else "sharded"
     content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}

@@ -115,7 +115,22 @@ class FolderForm(ModelForm):
     def named(self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout]) -> Made:
         from mmfsdp.checkpoint.formats.huggingface.weight_names import own_weights, without_ties
 
-        return Made(*without_ties(tensors, self.like, own_weights(self.like, opened)))
+        own = own_weights(self.like, opened)
+        renamed = self._in_files(tensors, own)
+        kept, notes = without_ties(renamed or tensors, self.like, own)
+        told = ("Weights have the names and shapes of files, by the table of transformers for this model",)
+        return Made(kept, (*notes, *(told if renamed else ())))
+
+    def _in_files(
+        self, tensors: Mapping[str, TensorEntry], own: Mapping[str, TensorEntry]
+    ) -> Mapping[str, TensorEntry] | None:
+        """Return weights that have the names of the model in memory as its files have them; None for others."""
+        if all(name in tensors for name in own) or all(name in own for name in tensors):
+            return None
+        from mmfsdp.checkpoint.formats.huggingface.memory_names import as_in_files, described_model
+
+        model = described_model(self.like)
+        return None if model is None else as_in_files(model, tensors, own)
 
     def finished(
         self, tensors: Mapping[str, TensorEntry], quantize: str | None, count: Callable[[str, int], None]
