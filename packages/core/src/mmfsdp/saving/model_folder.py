@@ -263,9 +263,9 @@ def _within(
     for dim, (first, size) in enumerate(zip(low, sizes, strict=True)):
         tensor = tensor.narrow(dim, first - held[0][dim], size)
     offsets = [first - begin for first, begin in zip(low, box.offsets, strict=True)]
-    if (dim := box.dropped(shape)) is not None:
-        tensor = tensor.squeeze(dim)
-        del offsets[dim], sizes[dim]
+    if (dropped := box.dropped(shape)) is not None:
+        tensor = tensor.squeeze(dropped)
+        del offsets[dropped], sizes[dropped]
     return tensor, (tuple(offsets), tuple(sizes))
 
 
