@@ -32,11 +32,14 @@ HERE = sys.executable
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run all tests in the current environment, so that torch is installed once. Much of their time is waiting."""
-    # Hundreds of processes import the packages and tests, so they keep what they compiled, also where the environment
-    # forbids it: else each worker rewrites the assertions of all tests anew, a large part of what collecting takes.
-    session.run(HERE, "-m", "compileall", "-q", "packages", "examples", "benchmarks", "tests", silent=True)
-    session.run(HERE, "-m", "pytest", *PARALLEL, *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+    """Run the tests, without the exhaustive ones, in the current environment, so that torch is installed once."""
+    run_tests(session, "not exhaustive")
+
+
+@nox.session(venv_backend="none", default=False)
+def exhaustive(session: nox.Session) -> None:
+    """Run what `tests` leaves out: all cases of large products, replays of published runs, hosts that die."""
+    run_tests(session, "exhaustive")
 
 
 @nox.session(venv_backend="none", default=False)
@@ -244,6 +247,15 @@ print(f"mmfsdp-cli and what it requires take {size:.1f} MB")
 sys.exit(f"more than {sys.argv[1]} MB" if size > float(sys.argv[1]) else 0)
 """
 CLI_LIMIT = 60  # MB
+
+
+def run_tests(session: nox.Session, marked: str) -> None:
+    """Run tests by their marks in the current environment, on several workers: much of their time is waiting."""
+    # Hundreds of processes import the packages and tests, so they keep what they compiled, also where the environment
+    # forbids it: else each worker rewrites the assertions of all tests anew, a large part of what collecting takes.
+    session.run(HERE, "-m", "compileall", "-q", "packages", "examples", "benchmarks", "tests", silent=True)
+    chosen = ("-m", marked, *session.posargs)
+    session.run(HERE, "-m", "pytest", *PARALLEL, *chosen, env={"PYTHONDONTWRITEBYTECODE": ""})
 
 
 def install(session: nox.Session, *requirements: str) -> None:

@@ -42,10 +42,29 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["executable"] = sys.executable
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_exhaustive(items)
     # So that no worker waits for another one at the end. By the names of files, which mixes tests of one process with
     # those of several.
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name))
+
+
+def mark_exhaustive(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests that are not in the sample which the test names."""
+    cases: dict[str, list[str]] = {}
+    samples: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        if sample := item.get_closest_marker("sample"):
+            case: str = item.callspec.id  # type: ignore[attr-defined]
+            test = item.nodeid.removesuffix(f"[{case}]")
+            cases.setdefault(test, []).append(case)
+            samples[test] = sample.args
+            if case not in sample.args:
+                item.add_marker(pytest.mark.exhaustive)
+    for test, sample in samples.items():
+        if len(cases[test]) > 1 and {*sample}.isdisjoint(cases[test]):  # one may be asked for by its name
+            raise pytest.UsageError(f"{test}: none of the sample {sample} is a case, which are {cases[test]}")
 
 
 def pytest_collection_finish() -> None:

@@ -531,7 +531,11 @@ class TestCommands:
         script = ROOT / ".ci/run"
         assert script.stat().st_mode & 0o111, "not executable"
         command = next(line for line in self.commands() if line.endswith("nox -s tests"))
-        assert command in script.read_text().splitlines()
+        lines = script.read_text().splitlines()
+        assert command in lines
+        assert command.replace("nox -s tests", "nox -s exhaustive").rpartition(" && ")[2] in lines, (
+            "what that leaves out"
+        )
 
     def test_the_two_first_commands_are_the_demo_and_the_tests(self) -> None:
         demo, tests = self.commands()[:2]

@@ -60,6 +60,7 @@ def test_the_plan_of_a_config(tmp_path: Path) -> None:
     assert [unit.class_name for unit in changed.units] == ["BatchNorm1d", "Pyramid"]
 
 
+@pytest.mark.exhaustive
 def test_the_step_of_a_config_is_proven_against_ddp(tmp_path: Path) -> None:
     """Its data pipeline, preprocessor, batch norm, loss, optimizer, clipping and accumulation."""
     (tmp_path / "config.py").write_text(STEP)

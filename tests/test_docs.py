@@ -25,6 +25,14 @@ SECONDS = 240  # for all blocks of one page
 CHOSEN_BY_TIME = {"docs/fit.md"}  # with other releases of torch, which take other times, it only has to run
 TESTED_ELSEWHERE = {"docs/tutorial.md"}  # by test_tutorial.py
 
+# In `nox -s exhaustive` only: they take longest, and what they show has tests of its own.
+LONG = {
+    *("docs/arithmetic.md", "docs/convert.md", "docs/device_operators.md", "docs/fit.md", "docs/forecast_and_run.md"),
+    *("docs/howto/frameworks.md", "docs/howto/lora.md", "docs/howto/recover.md", "docs/howto/resume.md"),
+    *("docs/huggingface.md", "docs/inspect.md", "docs/mmengine.md", "docs/recipes.md", "docs/rehearsal.md"),
+    *("docs/rehearsal_time.md", "docs/why.md"),
+}
+
 # A terminal wide enough that help is neither wrapped nor cut, without colours.
 PLAIN = {"COLUMNS": "240", "TERMINAL_WIDTH": "240", "NO_COLOR": "1", "TERM": "dumb"}
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
@@ -38,6 +46,7 @@ CONSOLE_PAGES = [
 ]
 
 
+@pytest.mark.sample(*(name(page) for page in PYTHON_PAGES if name(page) not in LONG))
 @pytest.mark.timeout(SECONDS + 20)
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_signals_reach_them_and_they_end_with_who_started_them() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.exhaustive
 def test_clients_killed_at_any_moment_disturb_nobody_else() -> None:
     """While they connect, before they have said what to run, and just when it ends."""
     moments = random.Random(0)

@@ -67,6 +67,7 @@ def test_other_pages_say_what_this_one_and_that_of_published_runs_say() -> None:
     assert f"and all {sum(int(count) for _, count in inside)} [steps that we measured](measured_on_gpu.md)" in fit
 
 
+@pytest.mark.sample("h100-llama 0.2B, bf16, 64 ranks")
 @pytest.mark.parametrize(
     ("device", "name"),
     [("h100", "ResNet-50, fp32"), ("h100", "llama 0.2B, bf16, 64 ranks"), ("h200", "GPT-2 medium, bf16, generating")],

@@ -40,6 +40,7 @@ def test_every_record_has_a_source_and_is_forecast_or_refused() -> None:
             assert number in known - refused
 
 
+@pytest.mark.sample("69")
 @pytest.mark.parametrize("number", SMALL)
 def test_forecasts_are_those_of_the_code(number: int) -> None:
     run = runs()[number]
@@ -49,11 +50,13 @@ def test_forecasts_are_those_of_the_code(number: int) -> None:
         assert again[kind] == pytest.approx(before[kind], rel=0.005), "run: python -m benchmarks.bench_published"
 
 
+@pytest.mark.exhaustive
 def test_memory_with_caches_and_with_recomputation_around_units_is_that_of_the_code() -> None:
     before = next(row for row in FOUND["runs"] if row["run"] == RECOMPUTED_FROM_OUTSIDE)["allocated"]
     assert memory_of(rebuild(runs()[RECOMPUTED_FROM_OUTSIDE])).allocated == pytest.approx(before[1:], rel=0.005)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_memory_of_packed_weights_that_fsdp1_wraps_is_that_of_the_code() -> None:
     before = next(row for row in FOUND["runs"] if row["run"] == PACKED)["reserved"]
@@ -94,6 +97,7 @@ def test_steps_for_which_memory_suffices_are_forecast_well() -> None:
     assert max(short, key=lambda row: abs(error_of("seconds", row["seconds"])))["retries"] > 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_retries_are_those_of_the_code() -> None:
     before = next(row for row in FOUND["runs"] if row["run"] == SHORT_OF_MEMORY)["retries"]

@@ -18,6 +18,7 @@ def losses_of(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in LOSS.findall(printed)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tutorial(tmp_path: Path) -> None:

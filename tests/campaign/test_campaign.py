@@ -28,16 +28,25 @@ def results_of(folder: Path, *words: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.sample("same")
 @pytest.mark.timeout(600)  # for a busy machine
-def test_runs_through_faults_end_as_ones_without(tmp_path: Path) -> None:
-    words = ["--faults", "10", "--per-run", "5", "--kinds", "same", "elastic"]
+@pytest.mark.parametrize(
+    ("kinds", "faults", "per_run", "least", "phases"),
+    [(["same"], 2, 2, 1, 1), (["same", "elastic"], 10, 5, 6, 3)],
+    ids=["same", "all"],
+)
+def test_runs_through_faults_end_as_ones_without(
+    kinds: list[str], faults: int, per_run: int, least: int, phases: int, tmp_path: Path
+) -> None:
+    words = ["--faults", str(faults), "--per-run", str(per_run), "--kinds", *kinds]
     results = results_of(tmp_path, *words, "--faults-of", *(name for name in FAULTS if name not in SLOW))
     struck = [fault for result in results for fault in result["faults"]]
-    assert len(struck) >= 6
-    assert len({phase for phase, _ in struck}) >= 3
+    assert len(struck) >= least
+    assert len({phase for phase, _ in struck}) >= phases
     assert max(result["longest"] for result in results) < 60
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_run_under_mmengine_gets_the_files_of_a_lost_host_from_the_other_one(tmp_path: Path) -> None:
     (tmp_path / "hosts").mkdir()

@@ -45,6 +45,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, message:
     assert os.listdir(target.parent) == []
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_conversion_that_keeps_its_parts_goes_on(tmp_path: Path, as_json: bool) -> None:
     size = 1 << 28

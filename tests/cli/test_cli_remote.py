@@ -19,6 +19,7 @@ def web(tmp_path: Path) -> Iterator[WebServer]:
         yield web
 
 
+@pytest.mark.sample("epoch_3.pth")
 @pytest.mark.parametrize("name", ["epoch_3.pth", "dcp"])
 def test_commands_take_urls(name: str, web: WebServer, tmp_path: Path) -> None:
     url, out = f"{web.url}/{name}?token=hush", tmp_path / "out.safetensors"

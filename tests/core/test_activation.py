@@ -523,6 +523,7 @@ class TestTheModelStaysItself:
 
 
 class TestTransforms:
+    @pytest.mark.sample("ops-eager")
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("mode", ["full", "ops"])
     def test_compiles_into_one_graph(self, backend: str, mode: str) -> None:

@@ -29,6 +29,7 @@ _stretches = st.lists(
 )
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("direct", [False, True])
 @settings(max_examples=25, deadline=None)
 @given(stretches=_stretches)

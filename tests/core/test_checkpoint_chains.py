@@ -135,6 +135,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return draw(st.dictionaries(KEYS, nested, min_size=1, max_size=4))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=30, deadline=None)
 @given(trees(), st.lists(st.sampled_from([form for form in FORMATS if "safe" not in form["to"]]), max_size=4))
 def test_chains_of_everything(tree: dict[str, Any], chain: list[dict[str, Any]]) -> None:

@@ -38,6 +38,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.sample("out.pth")
 @pytest.mark.parametrize("name", [*SETTINGS])
 def test_killed_at_random_moments(sources: Path, name: str) -> None:
     seed = random.SystemRandom().randrange(1 << 30) if "MMFSDP_KILLS" in os.environ else 1
@@ -68,6 +69,7 @@ def test_no_room(sources: Path, tmp_path: Path, name: str) -> None:
     assert diff(target, sources / "old.pth").same
 
 
+@pytest.mark.sample("out.pth", "index")
 @pytest.mark.parametrize("name", [*SETTINGS])
 def test_disk_full_in_the_middle(sources: Path, tmp_path: Path, name: str) -> None:
     for source in sources.glob("*.pth"):

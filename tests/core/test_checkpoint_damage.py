@@ -83,6 +83,7 @@ def test_without_verify_the_damage_still_shows_in_the_target(tmp_path: Path) -> 
     assert zipfile.ZipFile(tmp_path / "out.pth").testzip() == "archive/data/0"
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_byte_of_the_metadata_is_an_error_of_ours_or_harmless(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     torch.save({"state_dict": {"w": torch.ones(2)}}, path)

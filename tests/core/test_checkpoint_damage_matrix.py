@@ -92,6 +92,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out" / "out.pth"
 
 
+@pytest.mark.sample("ours.safetensors", "index", "ours.pth")
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bytes(saves: list[dict[str, Path]], tmp_path: Path, out: Path, kind: str) -> None:
     good = saves[0][kind]
@@ -115,6 +116,7 @@ def test_flipped_bytes(saves: list[dict[str, Path]], tmp_path: Path, out: Path, 
     assert verify(path).ok
 
 
+@pytest.mark.sample("ours.safetensors", "zip.pth", "index")
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncated(saves: list[dict[str, Path]], tmp_path: Path, out: Path, kind: str) -> None:
     good = saves[0][kind]

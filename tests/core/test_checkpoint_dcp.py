@@ -152,6 +152,7 @@ NESTED = st.recursive(
 )
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(["a", "b.c", "x", 0, 7]), NESTED, min_size=1, max_size=3))
 def test_names_are_those_of_torchs_planner(tree: dict[Any, Any]) -> None:
@@ -360,6 +361,7 @@ def test_truncations_are_found(small: Path) -> None:
             open_layout(small)
 
 
+@pytest.mark.exhaustive
 def test_damaged_metadata_raises_only_our_errors(small: Path) -> None:
     data = (small / ".metadata").read_bytes()
     generator = torch.Generator().manual_seed(0)
@@ -417,6 +419,7 @@ def test_thousands_of_chunks_that_overlap_are_refused(small: Path, tmp_path: Pat
         open_layout(small)
 
 
+@pytest.mark.exhaustive
 def test_archives_like_one_already_read_are_checked_all_the_same(tmp_path: Path) -> None:
     # 200 tensors of few shapes: most are recognised and not parsed.
     torch.manual_seed(0)

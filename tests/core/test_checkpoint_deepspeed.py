@@ -381,6 +381,7 @@ JUNK = (None, -1, 0, 2, 2**70, 1.5, "x", [], {}, [None], {"a": 1}, {None: None},
 JUNK += (*map(torch.zeros, (3, (2, 2), (), 100)), torch.zeros(10, dtype=torch.int8), torch.zeros(20)[::2])
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nonsense_ends_with_an_error_of_ours(tmp_path: Path, stage: int) -> None:
     random = np.random.default_rng(stage)

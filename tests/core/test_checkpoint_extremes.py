@@ -90,6 +90,7 @@ def test_blocks_of_repeated_elements_end_where_they_should(tmp_path: Path) -> No
     assert torch.equal(found["down"], wide.t())
 
 
+@pytest.mark.exhaustive
 def test_large_views_take_constant_memory(tmp_path: Path) -> None:
     source = expanded(tmp_path / "in.pth", 25, 1_000_003)
     command = "convert(arguments[0], arguments[1], fsync=False)"
@@ -223,6 +224,7 @@ HUGE = {
 }
 
 
+@pytest.mark.sample("many sizes")
 @pytest.mark.parametrize("kind", HUGE)
 def test_huge_headers_take_little_memory_and_time(tmp_path: Path, kind: str) -> None:
     path = safetensors_file(tmp_path / "in.safetensors", HUGE[kind]().encode())
@@ -234,6 +236,7 @@ def test_huge_headers_take_little_memory_and_time(tmp_path: Path, kind: str) -> 
     assert done.returncode == 0 or done.stderr.startswith("refused: "), text
 
 
+@pytest.mark.exhaustive
 def test_headers_of_very_large_models_are_read(tmp_path: Path) -> None:
     entries: dict[str, Any] = {}
     for i in range(150_000):

@@ -72,6 +72,7 @@ def read_every_way(path: Path, good: Path, out: Path) -> None:
         attempt(diff, path, good)
 
 
+@pytest.mark.sample("ours.pth", "ours.safetensors", "dcp", "legacy.pth")
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_bytes(samples: dict[str, Path], tmp_path: Path, kind: str) -> None:
     good = samples[kind]

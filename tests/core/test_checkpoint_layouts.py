@@ -17,6 +17,7 @@ from mmfsdp.checkpoint.tree import find_weights, usual_content
 from mmfsdp.errors import FormatError
 
 
+@pytest.mark.sample("local-like_composer", "dcp-like_the_tutorial")
 @pytest.mark.parametrize("write", [like_torchtitan, like_the_tutorial, like_composer])
 @pytest.mark.parametrize("to", ["dcp", "local"])
 def test_everything_is_resharded_as_it_is(tmp_path: Path, write: Any, to: str) -> None:

@@ -80,6 +80,7 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
         open_layout(cut)
 
 
+@pytest.mark.exhaustive
 def test_flipped_bits_never_raise_anything_else(tmp_path: Path) -> None:
     data = save(tmp_path / "old.pth", {"w": torch.ones(3), "b": torch.ones(2)}).read_bytes()
     bad = tmp_path / "bad.pth"

@@ -88,6 +88,7 @@ def whole() -> Prober:
     return tried
 
 
+@pytest.mark.exhaustive
 def test_short_copies_tell_the_peak_and_the_time_of_the_whole_model(whole: Prober) -> None:
     short = prober(*on_meta())
     assert [(stack.fqn, stack.depth) for stack in short.stacks] == [("blocks", 8)]
@@ -142,6 +143,7 @@ def learning(tried: Prober, every: Sequence[Choice]) -> Iterator[tuple[Known, Ch
                 yield bounds, known, choice
 
 
+@pytest.mark.exhaustive
 def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_everything_finds() -> None:
     model, batch = on_meta(depth=2)
     tried = prober(model, batch)
@@ -166,6 +168,7 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         assert found.fits[0].estimate.nbytes <= memory
 
 
+@pytest.mark.sample("64-4")
 @pytest.mark.parametrize(("rows", "ranks"), [(ROWS, RANKS), (64, RANKS), (ROWS, 1)])
 def test_bounds_of_time_are_bounds(rows: int, ranks: int) -> None:
     """Of layers that compute little again, because their last product is not, beside a head that never does.
@@ -350,6 +353,7 @@ def test_what_the_config_states_stays() -> None:
     assert not any("wrap" in c.settings for c in choices_for({}, 1, 1, outside=["head"]))
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_depends_on_its_number_of_layers_is_rehearsed_whole() -> None:
     model, batch = on_meta(needs=8)
     choices = {"activation_checkpointing": [None], "precision": ["bf16"], "accumulate": [1]}

@@ -92,6 +92,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_samples(tmp_path_factory.mktemp("samples"))
 
 
+@pytest.mark.sample("plain.safetensors")
 @pytest.mark.parametrize("name", ["plain.safetensors", "ours.safetensors"])
 def test_headers_of_safetensors(name: str, samples: dict[str, Path], tmp_path: Path, attempt: Attempt) -> None:
     path = Path(shutil.copy(samples[name], tmp_path / name))
@@ -112,6 +113,7 @@ def test_boxes_of_ranks(samples: dict[str, Path], tmp_path: Path, attempt: Attem
         attempt(text, lambda: verify(folder), lambda: open_layout(folder))
 
 
+@pytest.mark.sample("index-model.safetensors.index.json")
 @pytest.mark.parametrize(("name", "file"), [("index", "model.safetensors.index.json"), ("dcp", "manifest.json")])
 def test_indexes_and_manifests(
     name: str, file: str, samples: dict[str, Path], tmp_path: Path, attempt: Attempt
@@ -132,6 +134,7 @@ def test_settings_of_adapters(case: str, tmp_path: Path, attempt: Attempt) -> No
         attempt(text, lambda: merge_lora(folder / "base.safetensors", folder, tmp_path / "out.pth", dry_run=True))
 
 
+@pytest.mark.exhaustive
 def test_settings_in_files_of_diffusers(tmp_path: Path, attempt: Attempt) -> None:
     folder = Path(shutil.copytree(ADAPTERS / "diffusers" / "settings", tmp_path / "settings"))
     file = folder / "pytorch_lora_weights.safetensors"
@@ -169,6 +172,12 @@ def test_configs_of_models(name: str, tmp_path: Path, attempt: Attempt) -> None:
         )
 
 
+@pytest.mark.sample(
+    "tokenizer_config.json-qwen2",
+    "tokenizer_config.json-llama3",
+    "special_tokens_map.json-qwen2",
+    "special_tokens_map.json-llama3",
+)
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_tokenizers(name: str, file: str, tmp_path: Path, attempt: Attempt) -> None:

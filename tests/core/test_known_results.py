@@ -185,6 +185,7 @@ class Mixed(nn.Module):
 
 
 class TestRehearsal:
+    @pytest.mark.sample("fsdp1-h100-config3")
     @pytest.mark.parametrize(
         ("engine", "device", "config"),
         [

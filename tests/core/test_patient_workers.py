@@ -46,6 +46,7 @@ def begin(worker: int, *, offset: int) -> None:
     torch.utils.data.get_worker_info().dataset.offset = offset
 
 
+@pytest.mark.sample("fork-2")
 @pytest.mark.parametrize(("kind", "workers"), [("fork", 2), ("spawn", 1)])
 def test_workers_outlive_signals_of_others(kind: str, workers: int) -> None:
     init = partial(begin, offset=100)
@@ -68,6 +69,7 @@ def test_a_loader_without_workers_stays_as_it_is() -> None:
     assert loader.worker_init_fn is None
 
 
+@pytest.mark.sample("")
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_workers_end_with_their_rank(end: str, tmp_path: Path) -> None:
     path = tmp_path / "leaves.py"

@@ -85,6 +85,7 @@ def test_only_what_the_partitioner_keeps_is_kept() -> None:
     assert kept(rehearsed(Block)) - kept(rehearsed(Block, compile=True)) == 5 * WHOLE
 
 
+@pytest.mark.sample("compile")
 @pytest.mark.parametrize("change", [compiled, torch.compile])
 def test_what_users_compile_is_rehearsed_alike(change: Callable[[nn.Module], nn.Module]) -> None:
     found, expected = rehearsed(Block, change=change), rehearsed(Block, compile=True)
@@ -113,6 +114,7 @@ def test_another_backend_is_rehearsed_eagerly_and_says_so() -> None:
     assert forward_of(step, "1")["aten::tanh"] == 1
 
 
+@pytest.mark.exhaustive
 def test_compiled_models_of_the_process_are_unharmed() -> None:
     block = Block()
     block.compile(backend="eager")

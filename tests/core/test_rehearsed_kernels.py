@@ -41,6 +41,7 @@ def held(
         yield convolution_bytes(name, args, results[0]) + found, real
 
 
+@pytest.mark.sample("shape1-dtype0-False", "shape0-dtype1-True")
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 64, 128), (4, 96, 257)])
@@ -52,6 +53,14 @@ def test_a_depthwise_convolution(shape: tuple[int, ...], dtype: torch.dtype, is_
         assert expected == pytest.approx(real, rel=0.02)
 
 
+@pytest.mark.sample(
+    "shape5-weight5-1-dtype0-True",
+    "shape8-weight8-2-dtype1-False",
+    "shape7-weight7-1-dtype0-False",
+    "shape4-weight4-2-dtype1-True",
+    "shape6-weight6-1-dtype1-False",
+    "shape3-weight3-1-dtype0-True",
+)
 @pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
 @pytest.mark.parametrize("is_channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,6 +106,7 @@ def test_a_part_of_the_channels_is_copied(dtype: torch.dtype) -> None:
         assert expected == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.sample("32-dtype1", "4-dtype0")
 @pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", [4, 8, 16, 32])

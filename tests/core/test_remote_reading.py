@@ -71,6 +71,7 @@ def large_requests(web: WebServer) -> list[Request]:
     return [item for item in web.requests if item.begin is not None and item.end is not None and item.begin >= 1 << 18]
 
 
+@pytest.mark.sample("dcp", "legacy.pth", "plain.safetensors", "ours.safetensors")
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_format_is_read_as_from_the_disk(name: str, web: WebServer, folder: Path, tmp_path: Path) -> None:
     options = {"reference": f"{web.url}/zip.pth"} if name == "stock" else {}
@@ -87,6 +88,7 @@ def test_every_format_is_read_as_from_the_disk(name: str, web: WebServer, folder
     assert diff(there, here).same
 
 
+@pytest.mark.exhaustive
 def test_what_other_frameworks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their directories are found by the names in them, so the server must list these."""
     monkeypatch.setattr(sessions, "_FIRST_PAUSE", 0.002)
@@ -344,6 +346,7 @@ class TestBadServers:
             open_layout(url)
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("listing", [True, False])
 def test_hugging_face_folders_with_what_lies_beside_the_weights(listing: bool, tmp_path: Path) -> None:
     (served := tmp_path / "served").mkdir()

@@ -154,6 +154,7 @@ HEAD = b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-262143/900000000\r\nCont
 
 
 class TestPatience:
+    @pytest.mark.sample("body", "no_length")
     @pytest.mark.parametrize(
         ("before", "drop", "text"),
         [

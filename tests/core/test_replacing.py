@@ -33,6 +33,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.sample("out.pth-exchanged-over", "out.pth-refused-over")
 @pytest.mark.parametrize("over", ["over", "fresh"])
 @pytest.mark.parametrize("refused", ["refused", "exchanged"])
 @pytest.mark.parametrize("name", ["out", "out.pth"])
@@ -51,6 +52,7 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.sample("out.pth")
 @pytest.mark.parametrize("name", ["out.pth", "out"])
 def test_of_two_conversions_one_wins(sources: Path, name: str, tmp_path: Path) -> None:
     for found in json.loads(run("racing.py", copied(sources, tmp_path), name, "no", 15)):
@@ -59,6 +61,7 @@ def test_of_two_conversions_one_wins(sources: Path, name: str, tmp_path: Path) -
         assert "is being written by another process" in loser or "exists already" in loser
 
 
+@pytest.mark.sample("out.pth")
 @pytest.mark.parametrize("name", ["out.pth", "out"])
 def test_of_two_forced_conversions_the_last_stays(sources: Path, name: str, tmp_path: Path) -> None:
     for found in json.loads(run("racing.py", copied(sources, tmp_path), name, "force", 15)):

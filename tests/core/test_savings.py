@@ -55,6 +55,7 @@ def advised() -> Rehearsal:
     return advise(CONFIG, *on_meta(), mesh=8)
 
 
+@pytest.mark.exhaustive
 def test_a_saving_is_the_difference_of_two_rehearsals(advised: Rehearsal) -> None:
     [saving] = advised.savings
     assert (saving.what, saving.source) == ("embed, head as units of their own", "rehearsed")
@@ -88,6 +89,7 @@ def test_a_fused_optimizer_follows_from_the_record() -> None:
     assert step.peak.nbytes - saving.nbytes == pytest.approx(true.peak.nbytes, abs=64)  # it counts steps on the device
 
 
+@pytest.mark.exhaustive
 def test_shards_in_cpu_memory_are_a_saving_if_they_are_most_of_the_peak() -> None:
     model, batch = on_meta(depth=2)
     config = {"wrap": BLOCKS, "precision": "bf16"}
@@ -117,6 +119,7 @@ def test_gradients_may_be_reduced_with_each_micro_batch() -> None:
     assert not any("reduced" in saving.what for saving in whole.savings)
 
 
+@pytest.mark.exhaustive
 def test_short_copies_that_fail_are_not_used() -> None:
     model, batch = on_meta(fewest=8)
     config = {"wrap": BLOCKS, "precision": "bf16", "activation_checkpointing": {"mode": "every_n", "n": 2}}

@@ -269,6 +269,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_thread")
 def test_a_calibrated_step_takes_about_as_long_as_real_ones(step: Rehearsal, tmp_path: Path) -> None:
     own = rehearse(mesh=1, device_type="cpu")

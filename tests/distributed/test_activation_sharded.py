@@ -160,6 +160,7 @@ def compare(rank: int, engine: str, names: list[str]) -> None:
     assert not problems, "\n".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_is_bit_equal(engine: str) -> None:
     run_ranks(compare, 2, engine, [*PLANS])

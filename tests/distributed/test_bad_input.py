@@ -231,6 +231,7 @@ def hanging(rank: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.exhaustive
 def test_errors_of_ranks_come_home_with_their_context() -> None:
     with pytest.raises(RankError, match=r"failing failed on rank 1:\n") as caught:
         run_ranks(failing, 3)

@@ -40,6 +40,7 @@ def evaluated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sample("grad-op", "checkpointed")
 @pytest.mark.parametrize(
     ("patterns", "settings"),
     [

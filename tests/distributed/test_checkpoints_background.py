@@ -68,6 +68,7 @@ CASES = [("fsdp2", "sharded", "adamw"), ("hybrid", "sharded", "adamw"), ("fsdp1-
 CASES += [("fsdp2", "local", "adamw"), ("hybrid", "full", "groups"), ("fsdp1-flat", "full", "sgd")]
 
 
+@pytest.mark.sample("fsdp2-local-adamw", "fsdp1-flat-full-sgd")
 @pytest.mark.parametrize(("case", "kind", "optim"), CASES)
 def test_training_goes_on_meanwhile(case: str, kind: str, optim: str, tmp_path: Path) -> None:
     world_size, config = CONFIGS[case]

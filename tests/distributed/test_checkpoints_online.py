@@ -53,6 +53,7 @@ def load(rank: int, case: str, path: str) -> State:
     return state
 
 
+@pytest.mark.sample("replicate")
 @pytest.mark.parametrize("writer", CONFIGS)
 def test_every_writer_and_reader(writer: str, tmp_path: Path) -> None:
     want = run_ranks(save, 2, writer, str(tmp_path))[0]

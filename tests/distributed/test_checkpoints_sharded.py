@@ -59,6 +59,7 @@ def into_fsdp2(rank: int, path: str) -> State:
     return torch_loads(model, path, full=False)
 
 
+@pytest.mark.sample("fsdp2", "fsdp1-flat")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", WRITERS)
 def test_torch_reads_what_is_saved(case: str, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_torch_reads_what_is_saved(case: str, tmp_path: Path) -> None:
     assert rest["meta"] == EXTRA["meta"]
 
 
+@pytest.mark.sample("replicate", "fsdp1-flat")
 @pytest.mark.parametrize("reader", CONFIGS)
 def test_every_reader(reader: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")

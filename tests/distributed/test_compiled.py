@@ -260,6 +260,7 @@ def check(cases: list[Case], settings: dict[str, Any] | None = None, *, ranks: i
             assert error == pytest.approx(0, abs=1e-5), case
 
 
+@pytest.mark.sample("recomputing")
 @pytest.mark.parametrize("model", ["plain", "checkpoint_wrapper", "recomputing", "llama", "llama-recomputing"])
 def test_blocks(model: str) -> None:
     """Fails if modules of an open unit differ from those of raw ``fully_shard`` by anything."""
@@ -270,6 +271,7 @@ def test_blocks(model: str) -> None:
     check([(model, how, when, True) for how, when in places])
 
 
+@pytest.mark.exhaustive
 def test_on_two_ranks() -> None:
     check([("plain", "in place", "before", True), ("recomputing", "in place", "after", False)], ranks=2)
 
@@ -279,6 +281,7 @@ def test_a_whole_model_in_one_graph() -> None:
     check([("two", "whole", when, True) for when in ("before", "after")])
 
 
+@pytest.mark.exhaustive
 def test_many_blocks() -> None:
     check([("48", "in place", "before", True), ("48 recomputing", "in place", "after", False)])
 
@@ -289,10 +292,12 @@ def test_checkpointing_of_the_plan() -> None:
     check(cases, {"activation_checkpointing": "full"})
 
 
+@pytest.mark.exhaustive
 def test_engine_fsdp1() -> None:
     check([("plain", how, when, True) for how, when in EVERYWHERE[:3]], {"engine": "fsdp1"})
 
 
+@pytest.mark.sample("settings1")
 @pytest.mark.parametrize("settings", [{}, {"engine": "fsdp1"}, {"activation_checkpointing": "full"}])
 def test_compiled_by_the_plan(settings: dict[str, Any]) -> None:
     for graphs, error in run_ranks(by_plan, 2, settings):
@@ -300,6 +305,7 @@ def test_compiled_by_the_plan(settings: dict[str, Any]) -> None:
         assert error == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_what_a_unit_recomputes() -> None:
     """A compiled module inside of a unit, which recomputes it in backward. Fails without `UnitGate.begin_backward`."""
     check([(model, "inside", when, True) for model in ("parts", "checkpoint_wrapper") for when in ("before", "after")])

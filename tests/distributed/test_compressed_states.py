@@ -86,6 +86,7 @@ def load(rank: int, config: dict[str, Any], folder: str, kinds: tuple[str, ...])
     return found
 
 
+@pytest.mark.sample("replicate", "fsdp1-flat")
 @pytest.mark.parametrize("case", CONFIGS)
 def test_it_comes_back_on_any_ranks(case: str, tmp_path: Path) -> None:
     config, folder = CONFIGS[case], str(tmp_path)

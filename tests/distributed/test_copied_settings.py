@@ -109,6 +109,7 @@ def compare(rank: int) -> None:
             raise AssertionError(str(config)) from error
 
 
+@pytest.mark.exhaustive
 def test_settings_reach_the_shards() -> None:
     run_ranks(compare, 4)
 

@@ -56,6 +56,7 @@ def together(outcomes: list[Any]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_sample_is_seen_once_on_other_ranks(ranks: int, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, None, 100)
@@ -102,6 +103,7 @@ def stream(rank: int, folder: str, wrapped: bool) -> tuple[list[int], list[str]]
     return numbers, lines
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_stream_is_of_its_rank_though_its_state_is_the_same_on_all(wrapped: bool, tmp_path: Path) -> None:
     size = 2 if wrapped else 1

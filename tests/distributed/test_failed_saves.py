@@ -32,12 +32,14 @@ def test_the_exit_code_shows_a_failure(mode: str, code: int, logged: int, unaske
     assert (tmp_path / "target").exists() == (mode == "works")
 
 
+@pytest.mark.exhaustive
 def test_a_real_python_shows_the_failure(tmp_path: Path) -> None:
     """Others are forked by tests, and end as it does."""
     ended, text = run("alone", "fails", str(tmp_path / "target"), executable=sys.executable)
     assert (ended, text.count(UNASKED)) == (120, 1), text
 
 
+@pytest.mark.exhaustive
 def test_torchrun_sees_the_failure(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended, text = run("alone", "fails", str(tmp_path / "target"), launcher=torchrun)
@@ -46,6 +48,7 @@ def test_torchrun_sees_the_failure(tmp_path: Path) -> None:
     assert LOGGED in text
 
 
+@pytest.mark.exhaustive
 def test_a_spawned_rank_shows_the_failure(tmp_path: Path) -> None:
     ended, text = run("spawn", "fails", str(tmp_path / "target"))
     assert ended == 1, text

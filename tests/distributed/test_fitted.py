@@ -98,6 +98,7 @@ def trained(rank: int, name: str, pasted: str) -> tuple[list[float], int]:
     return found, measure(rank, search.family, config, size, search.accumulate, reduces=search.reduces)[0]
 
 
+@pytest.mark.sample("offload")
 @pytest.mark.parametrize("name", SEARCHES)
 def test_what_is_printed_trains(name: str, tmp_path: Path) -> None:
     search = SEARCHES[name]

@@ -59,6 +59,7 @@ def watched(rank: int, change: str) -> list[list[str]]:
     return said
 
 
+@pytest.mark.sample("rank-before1-after1")
 @pytest.mark.parametrize(
     ("change", "before", "after"),
     [

@@ -52,6 +52,7 @@ def curve_of(printed: str) -> dict[str, list[float]]:
     return curve
 
 
+@pytest.mark.exhaustive
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -180,6 +181,7 @@ def test_saves_of_one_ranks_shards_raise(
         assert said.startswith(f"{named} would write this AdamW from the first rank, which has only its own shards.")
 
 
+@pytest.mark.exhaustive
 def test_a_trainers_save_of_one_ranks_shards_raises(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
@@ -213,6 +215,7 @@ def losses_of_the_job(start: Path) -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_same_job(tmp_path: Path) -> None:
     start = tmp_path / "start.pth"
     expected = losses_of_the_job(start)

@@ -140,10 +140,12 @@ FSDP2 = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_loss_beside_the_output_trains_as_in_one_process() -> None:
     run_ranks(compare, 2, FSDP2, [*WAYS])
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_and_compiled_units() -> None:
     configs: list[dict[str, Any]] = [
         {**FSDP2[1], "activation_checkpointing": {"mode": "full", "modules": ["Block"]}},
@@ -152,6 +154,7 @@ def test_checkpoints_and_compiled_units() -> None:
     run_ranks(compare, 2, configs, ["object", "kept in a unit", "object of a unit"])
 
 
+@pytest.mark.exhaustive
 def test_flat_parameters() -> None:
     configs: list[dict[str, Any]] = [
         {"wrap": "Block", "engine": "fsdp1", "sharding": kind} for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

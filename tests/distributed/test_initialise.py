@@ -57,6 +57,7 @@ def same(first: Weights, second: Weights) -> bool:
     return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.exhaustive
 def test_meta_weights_depend_on_neither_world_nor_wrapping_nor_engine() -> None:
     """Fails if modules are initialised after sharding, or with the rank's own generator."""
     want = run_ranks(from_meta, 1, {})[0]

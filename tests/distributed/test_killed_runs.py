@@ -53,6 +53,7 @@ def train(rank: int, folder: str | None, kind: str, delay: float, victims: tuple
     return weights, mmfsdp.optim_state_dict(model, optimizer, rank0_only=False), torch.rand(4)
 
 
+@pytest.mark.sample("local")
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 def test_a_killed_run_resumes_exactly(kind: str, tmp_path: Path) -> None:
     chance = random.Random(kind)

@@ -92,6 +92,7 @@ def fill(rank: int, folder: str, engine: str, files: dict[str, str]) -> list[str
     return wrong
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_codes_are_restored_at_every_entrance(engine: str, tmp_path: Path) -> None:
     files = codes(tmp_path)

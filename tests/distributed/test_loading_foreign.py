@@ -88,6 +88,7 @@ def load(rank: int, reader: str, path: str, optim: bool) -> tuple[State, Any]:
     return found, rest
 
 
+@pytest.mark.sample("flattened", "fsdp1", "bare")
 @pytest.mark.parametrize("form", ["by name", "flattened", "by place", "app", "bare", "fsdp1"])
 def test_distributed_checkpoints_of_torch(form: str, tmp_path: Path) -> None:
     weights, state = run_ranks(torch_saves, 2, form, str(tmp_path))[0]

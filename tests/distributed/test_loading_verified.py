@@ -74,6 +74,7 @@ def flip(path: Path, name: str, at: float) -> None:
         file.write(bytes([byte ^ 0x40]))
 
 
+@pytest.mark.sample("local", "plain.pth")
 @pytest.mark.parametrize("kind", [*KINDS, "plain.pth", "dcp"])
 def test_a_flipped_bit_is_found_on_every_rank(kind: str, tmp_path: Path) -> None:
     path = tmp_path / kind

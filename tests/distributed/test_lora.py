@@ -66,6 +66,7 @@ def on_rank(rank: int, config: dict[str, Any], folder: str, dtype: torch.dtype) 
     return losses
 
 
+@pytest.mark.sample("sharded-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [{}, {"sharding": "NO_SHARD"}], ids=["sharded", "replicated"])
 def test_it_is_what_peft_trains_alone(config: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:

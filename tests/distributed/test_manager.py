@@ -99,6 +99,7 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
+@pytest.mark.sample("local")
 @pytest.mark.parametrize("kind", ["sharded", "local", "full"])
 def test_a_resumed_run_ends_as_one_that_never_stopped(kind: str, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, None, 0, STEPS, True, {})
@@ -109,6 +110,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(kind: str, tmp_path: Path)
     assert kept(tmp_path / "run") == ["run.json", "step_8.pth" if kind == "full" else "step_8"]
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_run_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, None, 0, STEPS, False, {})[0]
@@ -280,6 +282,7 @@ def load_each_into_each(rank: int, folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
     found, other = run_ranks(load_each_into_each, 2, str(tmp_path))
     loaded = {name for name, outcome in found.items() if outcome == "loaded"}
@@ -712,6 +715,7 @@ def train_normed(rank: int, folder: str | None, end: int, config: dict[str, Any]
     return {**mmfsdp.model_state_dict(model, rank0_only=False), "mine": model.norm.running_mean.clone()}
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_buffers_that_differ_between_ranks_continue_on_each(engine: str, tmp_path: Path) -> None:
     """A checkpoint holds the first rank's buffers; the others would go on with them."""

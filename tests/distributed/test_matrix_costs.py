@@ -127,6 +127,7 @@ def in_training(rank: int, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.sample("two")
 @pytest.mark.parametrize("case", ["two", "three", "hybrid"])
 def test_twenty_steps_in_float32_are_those_of_one_process(case: str) -> None:
     [wanted] = run_ranks(in_training, 1, {})

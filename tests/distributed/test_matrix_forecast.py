@@ -50,6 +50,7 @@ def measured(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_the_peak_is_shards_and_one_bucket() -> None:
     ranks, buckets = 2, 5
     found = run_ranks(measured, ranks)
@@ -68,6 +69,7 @@ def test_the_peak_is_shards_and_one_bucket() -> None:
     assert 2 * 2 * PARAMS <= sent <= 2 * 2 * PARAMS * 1.2
 
 
+@pytest.mark.exhaustive
 def test_rehearsals_without_ranks_forecast_bytes_flops_and_time() -> None:
     batch = torch.empty(8, WIDTH, device="meta")
     found = [mmfsdp.rehearse(CONFIG, blocks(), batch, mesh=4, rank=rank) for rank in (0, 3)]

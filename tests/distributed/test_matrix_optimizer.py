@@ -230,6 +230,7 @@ def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
     return max(((found[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted)
 
 
+@pytest.mark.sample("one", "offloaded", "two", "some whole")
 @pytest.mark.parametrize("case", ["one", "two", "three", "four", "hybrid", "replicated", "some whole", "offloaded"])
 def test_trains_as_one_process(case: str) -> None:
     ranks, config = CONFIGS[case]
@@ -249,6 +250,7 @@ def half_way(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(train, 2, {}, 0, 4, "", "")[0]
 
 
+@pytest.mark.sample("local")
 @pytest.mark.parametrize("kind", ["sharded", "local", "full.pth"])
 def test_resumes_on_other_ranks(kind: str, half_way: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, wanted = half_way
@@ -426,6 +428,7 @@ def never_stopped() -> dict[str, dict[str, torch.Tensor]]:
     return run_ranks(continued, 1, "", 0, 4, "")[0]
 
 
+@pytest.mark.sample("full")
 @pytest.mark.parametrize("kind", ["sharded", "local", "full"])
 def test_the_state_of_a_function_resumes_on_any_ranks(kind: str, never_stopped: Any, tmp_path: Any) -> None:
     run_ranks(continued, 2, str(tmp_path), 0, 2, kind)
@@ -563,6 +566,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"]
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_another_grouping_is_refused_whole(tmp_path: Any) -> None:
     for found in run_ranks(of_other_groupings, 2, str(tmp_path)):
         for case, (_, message) in OTHER_GROUPINGS.items():

@@ -115,6 +115,7 @@ def alone(rank: int, config: dict[str, Any], together: bool) -> bool:
     return True
 
 
+@pytest.mark.sample("one unit", "fsdp1 SHARD_GRAD_OP", "SHARD_GRAD_OP", "NO_SHARD")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_looking_changes_nothing(name: str) -> None:
     """Fails if the root's `named_parameters` reshards, or torch's own hook of `state_dict` does."""

@@ -145,6 +145,7 @@ def round_trips(rank: int, name: str, folder: str) -> None:
     close(full, given)  # what was given is not changed
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("name", ENGINES)
 def test_round_trips(name: str, tmp_path: Path) -> None:
     run_ranks(round_trips, 2, name, str(tmp_path))
@@ -248,6 +249,7 @@ def all_of_them(rank: int, name: str) -> None:
         function(rank, name)
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("name", ENGINES)
 def test_optimizer_states(name: str) -> None:
     """All in one call, because worlds start slowly; the trace names the function that failed."""

@@ -17,6 +17,9 @@ if not torch_has((2, 12)):
     ROWS["torch.optim.Adafactor"] = ("off", "refused")
 
 
+@pytest.mark.sample(
+    "torch.optim.Adafactor", "torch.optim.Rprop", "torch.optim.LBFGS", "torch.optim.AdamW", "torch.optim.SGD"
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_row_is_what_happens(name: str, tmp_path: Path) -> None:
     trains, saves = words_of(name, tmp_path)

@@ -81,6 +81,7 @@ def notes(rank: int) -> list[str]:
     return [*found, note_of(other, net, batch, FullDevice("aten.gelu.default", 3))]
 
 
+@pytest.mark.exhaustive
 def test_the_error_says_where_what_is_held_and_what_to_change() -> None:
     for rank, found in enumerate(run_ranks(notes, RANKS)):
         for place, note in zip(PLACES, found[:-1], strict=True):

@@ -194,6 +194,7 @@ SOME = {
 }
 
 
+@pytest.mark.sample("fsdp2-grad-op", "fsdp1-checkpointing")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trains_as_one_process(engine: str) -> None:
     """Fails without `route`: torch mixes shards and tensors."""
@@ -202,6 +203,7 @@ def test_trains_as_one_process(engine: str) -> None:
         assert found == pytest.approx(dict.fromkeys(cases, 0), abs=1e-5)
 
 
+@pytest.mark.sample("fsdp2-name")
 @pytest.mark.parametrize(("engine", "wrap"), [("fsdp2", "name"), ("fsdp2", "size"), ("fsdp1-flat", "name")])
 def test_with_other_units(engine: str, wrap: str) -> None:
     cases = ["detr", "run-over", "tied"]
@@ -209,6 +211,7 @@ def test_with_other_units(engine: str, wrap: str) -> None:
         assert found == pytest.approx(dict.fromkeys(cases, 0), abs=1e-5)
 
 
+@pytest.mark.sample("fsdp1")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_in_hybrid_groups(engine: str) -> None:
     cases = ["detr", "methods"]
@@ -318,6 +321,7 @@ class TestEngines:
     def test_mixed_precision(self, settings: dict[str, Any]) -> None:
         assert run_ranks(in_bfloat16, 2, settings) == pytest.approx([0, 0], abs=0.02)
 
+    @pytest.mark.sample("flat")
     def test_compiled(self, settings: dict[str, Any]) -> None:
         assert run_ranks(compiled, 2, settings) == [(pytest.approx(0, abs=1e-5), {})] * 2
 

@@ -54,6 +54,7 @@ def load(rank: int, path: Path, engine: str) -> dict[str, Any]:
     return mmfsdp.optim_state_dict(model, optimizer, by_name=True)
 
 
+@pytest.mark.sample("fsdp1")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_another_order_and_another_format(tmp_path: Path, engine: str) -> None:
     saved, _ = run_ranks(save, 2, tmp_path, engine)

@@ -80,6 +80,7 @@ shapes = st.lists(
 )
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=shapes, dtype=st.sampled_from(["float32", "bfloat16"]))
@@ -98,6 +99,7 @@ def whole_models(rank: int) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_models(world_size: int) -> None:
     for pairs in run_ranks(whole_models, world_size):

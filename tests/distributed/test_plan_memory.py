@@ -71,6 +71,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_gradients_and_optimizer_state() -> None:
     cases = [("Tied", {"engine": "fsdp2", "wrap": SIZE}, name) for name in OPTIMIZERS]
     cases += [("Attention", {**engine, "wrap": SIZE}, "adamw") for engine in ENGINES]
@@ -139,6 +140,7 @@ def test_what_a_step_gathers(config: dict[str, Any]) -> None:
         assert most["REDUCE_SCATTER"] <= estimate.reducing <= 3 * max(most["UNSHARDED_GRAD"], most["REDUCE_SCATTER"])
 
 
+@pytest.mark.sample("2-{'wrap': {'kind': 'module_name', 'patterns': ['0', '0.1']}}")
 @pytest.mark.parametrize(
     ("world_size", "config"),
     [

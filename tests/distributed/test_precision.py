@@ -39,6 +39,7 @@ def bf16_steps(rank: int, folder: Path, raw: bool, reduce_dtype: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_bf16_is_torchs_own_to_the_bit(reduce_dtype: str, tmp_path: Path) -> None:
     for raw in (True, False):

@@ -128,6 +128,7 @@ def leave_and_resume(rank: int, folder: str) -> dict[str, tuple[int, bool, Any]]
     return found
 
 
+@pytest.mark.exhaustive
 def test_whenever_a_signal_comes_ranks_leave_at_one_step_and_resume_exactly(tmp_path: Path) -> None:
     first, second = run_ranks(leave_and_resume, 2, str(tmp_path))
     for moment in MOMENTS:
@@ -192,6 +193,7 @@ with mmfsdp.CheckpointManager(f"{sys.argv[1]}/run", model, grace_seconds=600) as
 """
 
 
+@pytest.mark.sample("collective")
 @pytest.mark.parametrize("where", ["collective", "manager"])
 def test_a_signal_that_means_a_dead_peer_waits_for_nobody(where: str, tmp_path: Path) -> None:
     begun = time.monotonic()

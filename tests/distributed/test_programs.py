@@ -28,6 +28,7 @@ def run(rank: int, name: str, imports: str, folder: str) -> Any:
         return program["main"](rank, dist.get_world_size(), folder)
 
 
+@pytest.mark.sample("digits")
 @pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py")))
 def test_only_the_import_changes(name: str, tmp_path: Path) -> None:
     folders, results = [], []

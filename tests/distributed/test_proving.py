@@ -69,6 +69,7 @@ def summing() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4))
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_are_sums_of_equal_terms_are_proven() -> None:
     """That of the norm's bias does not depend on inputs, but on the order in which ranks add."""
     proof = mmfsdp.prove(summing, torch.empty(32, 64, 8), steps=1)
@@ -139,6 +140,7 @@ class Normed(nn.Module):
         return self.two(y * (1.01 if self.wrong and dist.get_world_size() > 1 else 1.0))
 
 
+@pytest.mark.sample("alone")
 @pytest.mark.parametrize("against", ["alone", "ddp"])
 def test_whole_steps_that_step_more_than_once(against: Literal["alone", "ddp"]) -> None:
     proof = mmfsdp.prove(Normed, torch.empty(2, 5, 8), step=critic_step, against=against, steps=2)
@@ -178,6 +180,7 @@ def adversarial_step(model: nn.Module, batch: torch.Tensor, optimizers: list[tor
             each.zero_grad()
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_several_optimizers_and_evaluation(wrong: bool) -> None:
     proof = mmfsdp.prove(
@@ -207,6 +210,7 @@ def test_whole_steps_that_step_more_often_for_some_samples() -> None:
         mmfsdp.prove(summing, torch.empty(1, 8), step=uneven_step, steps=4)
 
 
+@pytest.mark.sample("lstm-fp32-accumulation")
 @pytest.mark.parametrize(
     ("family", "precision", "plan"), [("lstm", "fp32", "accumulation"), ("dlrm", "fp32", "`HYBRID_SHARD`")]
 )
@@ -286,6 +290,7 @@ def test_on_the_ranks_of_a_launcher() -> None:
     assert not without_gloo(both[1][1])  # one rank prints
 
 
+@pytest.mark.sample("engine0", "sharding-activation_checkpointing-cpu_offload")
 @pytest.mark.parametrize(
     "settings",
     [

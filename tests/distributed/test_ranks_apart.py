@@ -85,6 +85,7 @@ def run_apart(case: str, config: dict[str, Any]) -> list[str]:
         return run_ranks(apart, 2, case, config, timeout=120)
 
 
+@pytest.mark.sample("fsdp2-clip", "fsdp1-skip", "fsdp2-backward", "fsdp1-evaluation")
 @pytest.mark.parametrize("case", ["batches", "evaluation", "skip", "error", "backward", "clip"])
 @pytest.mark.parametrize("config", [{}, {"engine": "fsdp1"}], ids=["fsdp2", "fsdp1"])
 def test_a_rank_that_waits_in_vain_is_told_why(config: dict[str, Any], case: str) -> None:

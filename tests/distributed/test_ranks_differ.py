@@ -192,6 +192,7 @@ def in_a_short_lived_world(rank: int, folder: str, how: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.sample("killed")
 @pytest.mark.parametrize("how", ["killed", "stuck"])
 def test_survivors_of_a_lost_rank_get_a_named_error_within_the_timeout(how: str, tmp_path: Path) -> None:
     """Fails if a torch error, or nothing for half an hour, is all that they get."""

@@ -95,6 +95,7 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+@pytest.mark.sample("fsdp2-3-torch", "fsdp1_flat-2-torch", "tp-2-torch", "fsdp1_hybrid-4-torch")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "world_size", "writer"),

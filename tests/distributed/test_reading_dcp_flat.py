@@ -127,6 +127,7 @@ def check(source: Path, full: Path, target: Path, **options: object) -> None:
     assert verify(source, reference=options.get("reference")).ok
 
 
+@pytest.mark.sample("False-2")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("original", "ranks"), [(True, 3), (False, 2)])
 def test_equals_what_torch_gathers(tmp_path: Path, original: bool, ranks: int) -> None:

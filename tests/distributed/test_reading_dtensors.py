@@ -72,6 +72,7 @@ def converted(source: Path, target: Path) -> Any:
     return torch.load(target)
 
 
+@pytest.mark.sample("2-fsdp-accelerate", "1-fsdp-verl", "2-only tp-accelerate", "4-fsdp-script")
 @pytest.mark.parametrize(
     ("ranks", "parallelism", "names"),
     [

@@ -50,6 +50,7 @@ def assert_weights(source: Path, flat: bool, **options: Any) -> dict[str, Any]:
     return {"found": found, "truth": truth}
 
 
+@pytest.mark.sample("2-plain-adamw-flat", "2-ignored-adamw-orig_params", "3-bf16-adamw-flat")
 @pytest.mark.parametrize("flat", [False, True], ids=["orig_params", "flat"])
 @pytest.mark.parametrize(
     ("world_size", "kind", "optimizer"),
@@ -123,6 +124,7 @@ def test_whole_weights_on_every_rank(tmp_path: Path, flat: bool) -> None:
     assert_weights(source, flat, **({"reference": tmp_path / "reference.pth"} if flat else {}))
 
 
+@pytest.mark.exhaustive
 def test_damaged_and_mixed_directories(tmp_path: Path) -> None:
     source = write(tmp_path, 3, "plain", False, "adamw")
     files = [source / f"rank{rank}.pth" for rank in range(3)]

@@ -128,6 +128,7 @@ def load(rank: int, case: str, with_optimizer: bool, engine: str) -> Any:
     return copy.deepcopy(rest["extra_state"]), state, len(rest.get("optimizer", ()))
 
 
+@pytest.mark.sample("fsdp1-2-2-fsdp1", "fsdp2-2-3-fsdp2")
 @pytest.mark.parametrize(("ranks", "engine"), [(3, "fsdp2"), (2, "fsdp1")])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_load_them(case: str, ranks: int, engine: str) -> None:

@@ -47,6 +47,7 @@ def test_ranks_compute_what_one_process_does(how: str, plain: tuple[Path, list[P
     assert len(found.compared) > 300
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_compute_what_two_do(tmp_path: Path) -> None:
     two, four = recorded(tmp_path / "2", "ddp", 2), recorded(tmp_path / "4", "mmfsdp", 4)
     found = mmfsdp.compare(two, four)
@@ -60,6 +61,7 @@ def test_four_ranks_compute_what_two_do(tmp_path: Path) -> None:
     assert len(found.compared) == len(rest.compared) + sum(rest.skipped.values())
 
 
+@pytest.mark.exhaustive
 def test_bfloat16(tmp_path: Path) -> None:
     plain = reference(tmp_path / "plain", dtype=torch.bfloat16)
     found = compared(plain, recorded(tmp_path / "sharded", "fully_shard", 2, dtype=torch.bfloat16))
@@ -83,6 +85,13 @@ def test_whole_tensors_are_those_of_one_process(tmp_path: Path) -> None:
     assert f"of {32 * DIM} elements differ: [15, 0] is 0 and was " in wrong.why, wrong.why
 
 
+@pytest.mark.sample(
+    "a_gradient_is_removed",
+    "one_parameter_is_not_reduced",
+    "a_step_is_skipped",
+    "a_buffer_is_not_synchronised",
+    "one_norm_computes_in_bfloat16",
+)
 @pytest.mark.parametrize("name", SOME)
 def test_a_fault_is_noticed_where_it_begins(name: str, plain: tuple[Path, list[Path]], tmp_path: Path) -> None:
     fault = FAULTS[name]

@@ -52,6 +52,12 @@ def measured_by_the_first(rank: int, *given: Any) -> Any:
     return measure(rank, *given, only_first=True)
 
 
+@pytest.mark.sample(
+    "bert-fp32-selective-1-2-fsdp1",
+    "lstm-fp32-none-1-2-fsdp2",
+    "llama-fp32-full-1-4-hybrid",
+    "gpt2-bf16-none-2-2-fsdp2",
+)
 @pytest.mark.parametrize(("family", "precision", "activations", "accumulate", "ranks", "engine"), CASES)
 def test_a_step(family: str, precision: str, activations: str, accumulate: int, ranks: int, engine: str) -> None:
     if family == "qlora" and not torch_has(SHARDS_INTEGERS):

@@ -8,6 +8,7 @@ from tests.distributed.engines import configs_of, rehearsed_step, steps
 from mmfsdp.testing import run_ranks
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_engines(ranks: int) -> None:
     names = configs_of(ranks)

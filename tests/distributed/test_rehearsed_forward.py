@@ -101,6 +101,7 @@ def measured(rank: int, call: Any, optimizer: str | None) -> list[tuple[float, i
     return [(real, step.peak.nbytes), (len(step.collectives), 3 * (1 if call is evaluate else 1 + MADE))]
 
 
+@pytest.mark.sample("evaluate-None")
 @pytest.mark.parametrize(("call", "optimizer"), [(evaluate, None), (evaluate, "adamw"), (generate, None)])
 def test_steps_without_gradients(call: Any, optimizer: str | None) -> None:
     for (real, expected), (gathers, calls) in run_ranks(measured, 2, call, optimizer):

@@ -69,6 +69,7 @@ def both(rank: int) -> tuple[Any, ...]:
     return plain[1] == beside[1], beside[0], measured(rank)
 
 
+@pytest.mark.exhaustive
 def test_ranks_stay_together() -> None:
     step = mmfsdp.rehearse(HYBRID, net(), BATCH, mesh=(2, 4), device_type="cpu")
     expected = [step.peak.nbytes, len(step.collectives)]

@@ -89,6 +89,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_run_survives_a_restart_by_torchrun(whole: Path, tmp_path: Path) -> None:
     with Agents(tmp_path) as agents:
@@ -102,6 +103,7 @@ def test_a_run_survives_a_restart_by_torchrun(whole: Path, tmp_path: Path) -> No
         torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_with_agents_that_come_and_without_those_that_leave(whole: Path, tmp_path: Path) -> None:
     with socket.socket() as free:

@@ -51,6 +51,7 @@ def names(folder: Path) -> list[str]:
     return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file()})
 
 
+@pytest.mark.sample("local")
 @pytest.mark.parametrize("kind", ["sharded", "local", "full"])
 def test_a_run_goes_on_from_a_store(kind: str, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, None, STEPS, kind)

@@ -50,6 +50,7 @@ def save_without_room(rank: int, folder: str, without: int) -> list[tuple[type, 
     return found
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("without", [0, 1])
 def test_every_kind_fails_on_all_ranks_and_works_with_room(without: int, tmp_path: Path) -> None:
     (tmp_path / "like").mkdir()

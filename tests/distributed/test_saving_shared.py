@@ -48,6 +48,7 @@ def loaded(rank: int, path: str) -> tuple[dict[str, Any], dict[Any, Any]]:
     return weights, mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)["state"]
 
 
+@pytest.mark.sample("sharded")
 @pytest.mark.parametrize("kind", DIRECTORIES)
 def test_replicas_share_the_work(kind: str, tmp_path: Path) -> None:
     run_ranks(saved_by_replicas, 4, str(tmp_path))

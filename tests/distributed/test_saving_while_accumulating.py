@@ -70,6 +70,7 @@ def disturbed(rank: int, config: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_accumulated_gradients_are_kept(name: str) -> None:
     """Fails if FSDP1's whole gradients are not put back: "attempting to assign a gradient of size ..."."""

@@ -127,6 +127,7 @@ def sharded_ones(rank: int, name: str, folder: str) -> None:
     step(other, adamw(other))
 
 
+@pytest.mark.sample("replicate", "fsdp1-flat")
 @pytest.mark.parametrize("name", ENGINES)
 def test_sharded_state_dicts(name: str, tmp_path: Path) -> None:
     run_ranks(sharded_ones, 2, name, str(tmp_path))

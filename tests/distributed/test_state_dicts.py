@@ -140,6 +140,7 @@ def both_ways(rank: int, config: dict[str, Any], name: str, kind: str) -> None:
                 torch.testing.assert_close(after[key], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.sample("fsdp2-adamw", "fsdp2-groups", "fsdp1-flat-sgd", "fsdp1-adamw", "replicate-groups")
 @pytest.mark.parametrize(
     ("case", "kind"),
     [(case, "adamw") for case in CASES if case != "fsdp1-flat"]
@@ -151,6 +152,7 @@ def test_both_ways(case: str, kind: str) -> None:
     run_ranks(both_ways, CASES[case][0], CASES[case][1], "Tied", kind)
 
 
+@pytest.mark.sample("fsdp1-flat-FrozenBlock", "fsdp2-Unused")
 @pytest.mark.parametrize(
     ("case", "name"),
     [(case, name) for case in ("fsdp2", "replicate", "fsdp1") for name in ("Unused", "Conv")]
@@ -205,6 +207,7 @@ def sharded_kind(rank: int, config: dict[str, Any], folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.sample("fsdp2", "replicate")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # this process reads what ranks wrote
 @pytest.mark.parametrize("case", ["fsdp2", "fsdp1", "replicate", "fsdp2-hybrid"])
 def test_sharded_state_dicts_are_torchs_own_to_read(case: str, tmp_path: Any) -> None:
@@ -255,5 +258,6 @@ def resume_shared(rank: int, folder: str) -> None:
             torch.testing.assert_close(train(model, optimizer), expected, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_unit_that_is_registered_twice_resumes_with_flat_parameters(tmp_path: Path) -> None:
     run_ranks(resume_shared, 2, str(tmp_path))

@@ -54,6 +54,7 @@ def clipping_calls(rank: int) -> dict[int, tuple[int, int]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_clipping_is_linear_and_calls_less_than_torch() -> None:
     """Fails if a parameter is compared with every entry of every group: that was quadratic."""
     for found in run_ranks(clipping_calls, 2):

@@ -67,6 +67,7 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample("hybrid", "fsdp1 replicate")
 @pytest.mark.parametrize("config", STRATEGIES, ids=["replicate", "full", "hybrid", "fsdp1 replicate"])
 def test_parts_of_the_world_train_at_once_as_ddp_does(config: dict[str, Any]) -> None:
     """Fails, in a hang, if dividing a mesh makes groups that ranks outside of it must make as well."""

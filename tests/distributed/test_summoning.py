@@ -242,6 +242,7 @@ def alone(rank: int, what: str, told: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 def test_one_rank_alone_is_told() -> None:
     close_ranks()  # a mesh of theirs would be taken, with a group that waits longer
     for what in ("making parameters whole", "gathering a state dict"):
@@ -255,6 +256,7 @@ def all_of_them(rank: int, name: str) -> None:
         function(rank, name)
 
 
+@pytest.mark.sample("fsdp2", "fsdp1-flat")
 @pytest.mark.parametrize("name", ENGINES)
 def test_summoning(name: str) -> None:
     """All in one call, because worlds start slowly; the trace names the function that failed."""

@@ -39,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sample("fork-True")
 @pytest.mark.parametrize(("method", "forked"), [("fork", True), ("forkserver", False)])
 def test_ranks_of_a_child_end_with_it(method: str, forked: bool, tmp_path: Path) -> None:
     """Once in a real Python, which starts a process of its own to fork ranks from."""

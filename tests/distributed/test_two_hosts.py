@@ -81,14 +81,27 @@ def alone(arguments: list[str]) -> dict[int, float]:
     return losses_of(done.stdout)
 
 
-def unsharded(folder: Path) -> dict[int, float]:
-    """Run all steps in one process, and return the losses that it printed."""
+def unsharded(folder: Path, steps: int) -> dict[int, float]:
+    """Run steps in one process, and return the losses that it printed."""
     script = ROOT / "examples" / "multi_node" / "train.py"
-    done = run_script(script, ROOT, environ_alone(), 200, ["--dir", str(folder), "--kind", "full", "--steps", "9"])
+    words = ["--dir", str(folder), "--kind", "full", "--steps", str(steps)]
+    done = run_script(script, ROOT, environ_alone(), 200, words)
     assert done.returncode == 0, done.stderr[-4000:]
     return losses_of(done.stdout)
 
 
+@pytest.mark.timeout(300)
+def test_two_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host]) -> None:
+    folder, first, second = hosts
+    run = folder / "short"
+    static = [words for words in documented() if "--node-rank" in words]
+    words = [here(command, run, per_node=2, kind="local", steps=2) for command in static]
+    said = ended([host.start(command) for host, command in zip((first, second), words, strict=True)])
+    assert losses_of(said[0][0] + said[1][0]) == pytest.approx(unsharded(folder / "short_reference", 2), abs=2e-5)
+    assert verify(run / "step_2").ok
+
+
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host]) -> None:
@@ -98,7 +111,7 @@ def test_commands_of_the_page_train_as_one_process(hosts: tuple[Path, Host, Host
     static = [words for words in several if "--node-rank" in words]
     dynamic = [words for words in several if "--rdzv-backend" in words]
     assert (len(static), len(dynamic), len(several)) == (2, 1, 3), "every command of the page is run here"
-    expected = unsharded(folder / "reference")
+    expected = unsharded(folder / "reference", 9)
     # Each run goes on from the checkpoint of the one before, which is of another kind, and the last on one host.
     found: dict[int, float] = {}
     for commands, kind, steps in ((static, "sharded", 3), (dynamic * 2, "local", 6)):
@@ -148,6 +161,7 @@ def outcomes(hosts: tuple[Path, Host, Host]) -> tuple[Path, dict[str, dict[int, 
     return folder, found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario[2] >= 0])
 def test_a_host_that_dies(name: str, outcomes: tuple[Path, dict[str, dict[int, Any]]]) -> None:
@@ -169,6 +183,7 @@ def test_a_host_that_dies(name: str, outcomes: tuple[Path, dict[str, dict[int, A
         assert [*place.parent.iterdir()] == [place]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["local", "sharded", "full"])
 def test_disks_that_hosts_do_not_share(kind: str, outcomes: tuple[Path, dict[str, dict[int, Any]]]) -> None:
     said = outcomes[1][f"own disks, {kind}"]

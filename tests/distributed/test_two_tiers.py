@@ -101,6 +101,7 @@ def run(
     return said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_node_that_loses_its_disk(tmp_path: Path) -> None:
     with hosts_or_skip(tmp_path) as pair:
@@ -117,6 +118,7 @@ def test_a_node_that_loses_its_disk(tmp_path: Path) -> None:
     assert "The files of ranks [2, 3] of step 4 came from other nodes." in resumed[0][1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_other_ranks_get_what_they_need_from_who_has_it(tmp_path: Path) -> None:
     with hosts_or_skip(tmp_path) as pair:
@@ -177,6 +179,7 @@ def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path) -> None:
         assert "holds checkpoints of run None or of another model" in text
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_the_nodes_on_other_ranks(tmp_path: Path) -> None:
     whole = run_ranks(on_one_node, 1, str(tmp_path / "whole"), 8, 5)[0][2]
     for ranks, stop in ((4, 2), (2, 4), (4, 5), (3, 7), (4, 8)):  # step 8 is durable in none, step 6 before the last

@@ -151,6 +151,7 @@ EVERY = [(case, optimizer) for case in ("apart", "turns", "alike", "now and then
 TWO = [("turns", "AdamW"), ("now and then", "SGD")]
 
 
+@pytest.mark.sample("SHARD_GRAD_OP", "whole", "clipped", "checkpointed", "FULL_SHARD")
 @pytest.mark.parametrize("how", [how for how in CONFIGS if how not in ("fsdp1", "fsdp1 whole", "no_sync, bf16")])
 def test_trains_as_ddp(how: str) -> None:
     """Fails without `GradientAgreement`: gradients of two heads are added up, or decay moves what nobody used."""

@@ -114,6 +114,7 @@ def compare(rank: int, config: dict[str, Any]) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.sample("root only", "full checkpointing")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trains_as_one_process(name: str) -> None:
     """Fails without `keep_backward_hook`: "setStorage ... storage of size 0" in backward, or a wrong gradient."""

@@ -96,6 +96,7 @@ def written(folder: Path) -> dict[str, Mapping[str, torch.Tensor]]:
     return files
 
 
+@pytest.mark.sample("replicated")
 @pytest.mark.parametrize("wrapper", [{}, {"sharding_strategy": "NO_SHARD"}], ids=["sharded", "replicated"])
 def test_equals_mmengine_s_own_loading(tmp_path: Path, wrapper: dict[str, Any]) -> None:
     files = written(tmp_path)

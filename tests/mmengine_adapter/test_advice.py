@@ -166,6 +166,7 @@ def paste_all(path: Path) -> None:
     assert left == [], path.read_text()
 
 
+@pytest.mark.exhaustive
 def test_pasted_and_trained(tmp_path: Path, truth: list[float]) -> None:
     cases = [("one file", name, IMPORTS + lines) for name, (lines, _) in CONFIGS.items()]
     cases += [("inherited", name, IMPORTS + CONFIGS[name][0]) for name in INHERITED]

@@ -53,6 +53,7 @@ def statistics_of(rank: int, name: str, broadcast: bool) -> list[list[float]]:
 
 
 class TestBroadcastBuffers:
+    @pytest.mark.exhaustive
     def test_equals_ddp(self) -> None:
         for found in run_ranks(statistics, 2):
             for (name, broadcast), mine in found.items():
@@ -76,6 +77,7 @@ def synchronised(rank: int, folder: Path, engine: str) -> tuple[bool, dict[str, 
 
 
 class TestSyncBuffersHook:
+    @pytest.mark.exhaustive
     def test_averages_the_statistics(self, tmp_path: Path) -> None:
         hooks = [{"type": "History"}, {"type": "SyncBuffersHook"}]
         changes = {"model": BATCH_NORM, "custom_hooks": hooks, "strategy": {"type": "DDPStrategy"}}
@@ -126,6 +128,7 @@ class TestSyncBatchNorm:
                 "sync_bn must be one of 'torch', 'mmcv', 'revert' or None, got 'tourch'. Did you mean 'torch'?" in text
             )
 
+    @pytest.mark.exhaustive
     def test_is_reverted_when_asked_and_for_one_rank(self, tmp_path: Path) -> None:
         [expected] = run_ranks(unsharded, 1, tmp_path)
         [(kind, losses)] = run_ranks(reverted, 1, tmp_path, 1, None)

@@ -60,6 +60,7 @@ def note(rank: int, folder: Path, kind: str) -> list[list[str]]:
 
 
 class TestKeeping:
+    @pytest.mark.sample("sharded")
     @pytest.mark.parametrize("kind", FILE_OR_DIRECTORY)
     def test_the_old_one_is_there_until_the_new_one_is(self, tmp_path: Path, kind: str) -> None:
         seen = run_ranks(note, 2, tmp_path, kind)[0]
@@ -68,6 +69,7 @@ class TestKeeping:
         assert names(tmp_path) == ["iter_8.pth"]
         assert read_content(str(tmp_path / "iter_8.pth"))["message_hub"]["runtime_info"]["keep_ckpt_ids"] == [8]
 
+    @pytest.mark.sample("full")
     @pytest.mark.parametrize("kind", KINDS)
     def test_best_and_last_in_a_folder_of_their_own(self, tmp_path: Path, kind: str) -> None:
         hook = {
@@ -93,6 +95,7 @@ class TestKeeping:
             assert place.is_dir() == (kind != "full")
             assert "optimizer" not in open_layout(place, trust=True).top_level
 
+    @pytest.mark.sample("sharded")
     @pytest.mark.parametrize("kind", FILE_OR_DIRECTORY)
     def test_resuming_from_one_that_was_saved_again(self, tmp_path: Path, kind: str) -> None:
         hook = {"interval": 1, "save_best": "accuracy", "save_last": False}
@@ -104,6 +107,7 @@ class TestKeeping:
 
 
 class TestPublishing:
+    @pytest.mark.sample("local")
     @pytest.mark.parametrize("kind", KINDS)
     def test_one_file_with_the_keys(self, tmp_path: Path, kind: str) -> None:
         other = [("a", ["meta", "state_dict"])] if kind == "full" else []
@@ -155,6 +159,7 @@ def by_epoch(rank: int, folder: str, engine: str) -> list[str]:
     return sorted(path.name for path in Path(runner.work_dir).glob("epoch_*"))
 
 
+@pytest.mark.sample("fsdp1")
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_epochs_that_end_while_gradients_accumulate(tmp_path: Path, engine: str) -> None:
     """Fails with fsdp1 if core does not put whole gradients back: "attempting to assign a gradient of size"."""

@@ -30,6 +30,7 @@ SAFE = safe_globals()
 
 
 class TestResume:
+    @pytest.mark.sample("local", "full", "local-flat")
     @pytest.mark.parametrize(
         ("kind", "world_size", "wrapper"),
         [
@@ -66,6 +67,7 @@ class TestResume:
         assert resumed[0]["metrics"] == whole["metrics"][1:]
         assert len(resumed[0]["losses"]) == len(resumed[0]["norms"]) == 4
 
+    @pytest.mark.exhaustive
     def test_on_other_world_sizes_and_other_kind(self, tmp_path: Path) -> None:
         [whole, _] = run_ranks(train, 2, tmp_path / "whole", 2, {"strategy": strategy("local")})
         saved = tmp_path / "whole" / "epoch_1.pth"

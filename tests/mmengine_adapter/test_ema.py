@@ -178,6 +178,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 class TestParity:
     """Losses, metrics of the averages and both sets of saved weights, against stock MMEngine in a single process."""
 
+    @pytest.mark.sample("replicate", "flat")
     @pytest.mark.parametrize(
         ("engine", "cases"),
         [
@@ -218,6 +219,7 @@ def tensors(path: Path, part: str) -> dict[str, Any]:
 
 
 class TestResume:
+    @pytest.mark.sample("fsdp2-sharded-sharded", "replicate-local-local")
     @pytest.mark.parametrize(
         ("engine", "kind", "other"),
         [
@@ -244,6 +246,7 @@ class TestResume:
                 assert torch.equal(value, again[name]), name
         assert again["steps"] == 8
 
+    @pytest.mark.sample("fsdp2")
     @pytest.mark.parametrize("engine", ["fsdp2", "flat"])
     def test_strict_load_as_stock(self, tmp_path: Path, reference: Any, engine: str) -> None:
         folder, _ = reference
@@ -263,6 +266,7 @@ class TestResume:
             "steps True True",
         }
 
+    @pytest.mark.exhaustive
     def test_from_ddp_s_and_stock_s_checkpoints_and_without_averages(self, tmp_path: Path, reference: Any) -> None:
         folder, _ = reference
         for found in run_ranks(others, 2, tmp_path, folder):
@@ -330,6 +334,7 @@ def derived(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_hooks_that_load_by_themselves(tmp_path: Path) -> None:
     for found in run_ranks(derived, 2, tmp_path):
         for name, results in found.items():
@@ -465,6 +470,7 @@ def memory(rank: int, folder: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_costs_one_shard(tmp_path: Path) -> None:
     found = run_ranks(memory, 2, tmp_path)
     for engine in ENGINES:
@@ -586,6 +592,7 @@ for name in ('before', 'after'):
 """
 
 
+@pytest.mark.exhaustive
 def test_modules_imported_before_or_after(tmp_path: Path) -> None:
     (tmp_path / "own_hooks.py").write_text(OWN_HOOKS)
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

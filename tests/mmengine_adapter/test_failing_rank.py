@@ -154,6 +154,7 @@ def test_a_project_s_train_script_under_torchrun(tmp_path: Path, references: Cal
     assert not (tmp_path / "epoch_2.pth").exists()
 
 
+@pytest.mark.exhaustive
 def test_in_forward_and_in_loading_data(tmp_path: Path) -> None:
     cases = []
     for name, (place, workers, changes, own_group) in CASES.items():

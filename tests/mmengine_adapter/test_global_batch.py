@@ -81,6 +81,7 @@ def together(results: list[Any]) -> list[list[float]]:
     return [sorted(itertools.chain(*seen)) for seen in zip(*[result[2] for result in results], strict=True)]
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_two_and_one_take_the_same_steps(tmp_path: Path) -> None:
     whole = run_ranks(train, 4, tmp_path / "four", 4, {})
     losses, norms, _, sizes = whole[0]
@@ -113,6 +114,7 @@ def other_batches(rank: int, folder: Path, ranks: int, loop: str, batch: int, re
     return notes.seen
 
 
+@pytest.mark.sample("iter")
 @pytest.mark.parametrize("loop", ["epoch", "iter"])
 def test_batches_of_another_size_go_on_with_the_next_sample(tmp_path: Path, loop: str) -> None:
     with single_rank():

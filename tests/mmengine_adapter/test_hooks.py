@@ -72,6 +72,7 @@ def frozen(rank: int, folder: Path, world_size: int, makes: list[dict[str, Any]]
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_hook_that_freezes_after_a_validation_trains_as_the_plain_runner(tmp_path: Path) -> None:
     [[plain]] = run_ranks(frozen, 1, tmp_path, 1, [UNSHARDED])
     settings = [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}]
@@ -111,6 +112,7 @@ def hooked(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_all_at_once(tmp_path: Path) -> None:
     first, second = run_ranks(hooked, 2, tmp_path)
     log = first.pop("log")
@@ -152,6 +154,7 @@ def rehearsing(rank: int, folder: Path) -> list[tuple[list[float], str]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_first_steps_beside_their_rehearsal(tmp_path: Path) -> None:
     first, second = run_ranks(rehearsing, 2, tmp_path)
     assert first[0][0] == first[1][0] == first[2][0] == first[3][0]  # training is the same
@@ -242,6 +245,7 @@ def augmented(rank: int, folder: Path, world_size: int, made: dict[str, Any]) ->
 
 
 class TestTimeAugmentation:
+    @pytest.mark.exhaustive
     def test_equals_the_unsharded_model_s(self, tmp_path: Path) -> None:
         [expected] = run_ranks(augmented, 1, tmp_path, 1, {"type": "SingleDeviceStrategy"})
         for engine in ("fsdp2", "fsdp1"):
@@ -382,6 +386,7 @@ def watched(rank: int, folder: Path, engine: str) -> None:
     runner_of(config(folder, 2, **changes)).train()
 
 
+@pytest.mark.sample("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_a_watch_names_where_the_norm_jumped(tmp_path: Path, engine: str) -> None:
     run_ranks(watched, 2, tmp_path, engine)

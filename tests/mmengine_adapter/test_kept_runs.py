@@ -145,6 +145,7 @@ def names(folder: Path) -> list[str]:
 MOMENTS = ["start-up", "loading", "step", "saving", "validation"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loop", LOOPS)
 def test_whenever_a_signal_comes_ranks_save_leave_and_resume_exactly(tmp_path: Path, loop: str) -> None:
     moments = MOMENTS if loop == "epoch" else MOMENTS[2:]  # the others are the same in every loop
@@ -163,6 +164,7 @@ def test_whenever_a_signal_comes_ranks_save_leave_and_resume_exactly(tmp_path: P
     assert len(found[0]["validation"][1]) == (4 if loop == "epoch" else 3)
 
 
+@pytest.mark.exhaustive
 def test_on_one_rank_a_run_of_two_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     found = run_ranks(leave_and_resume, 2, tmp_path, "epoch", ["step"], 2, 0)[0]
     losses, metrics, _ = found["whole"]
@@ -197,6 +199,7 @@ def leave_while_accumulating(rank: int, folder: Path) -> int:
     return len(end_of(runner)[0])
 
 
+@pytest.mark.exhaustive
 def test_ranks_leave_after_whole_steps_only(tmp_path: Path) -> None:
     assert run_ranks(leave_while_accumulating, 1, tmp_path) == [4]  # after the sixth of ten iterations
 
@@ -210,6 +213,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 class TestAlone:
+    @pytest.mark.exhaustive
     def test_by_minutes_and_in_the_background(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_messages, "_OFTEN", 0.0)
         whole = runner_of(alone(tmp_path / "whole", interval=-1))
@@ -226,10 +230,12 @@ class TestAlone:
         assert (tmp_path / "run" / "last_checkpoint").read_text() == str(tmp_path / "run" / "iter_10.pth")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
+    @pytest.mark.exhaustive
     def test_every_nth_stays(self, tmp_path: Path) -> None:
         runner_of(alone(tmp_path, max_keep_ckpts=2, keep_period=4)).train()
         assert names(tmp_path) == ["iter_10.pth", "iter_4.pth", "iter_8.pth", "iter_9.pth"]
 
+    @pytest.mark.sample("False")
     @pytest.mark.parametrize("background", [False, True])
     def test_a_save_that_fails_is_tried_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, caplog: pytest.LogCaptureFixture
@@ -258,6 +264,7 @@ class TestAlone:
         ]
         assert names(tmp_path) == ["iter_9.pth"]
 
+    @pytest.mark.exhaustive
     def test_if_no_save_succeeds_the_end_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(*args: Any, **kwargs: Any) -> Any:
             raise errors.CheckpointError("The disk is full.")

@@ -80,6 +80,7 @@ def free_port() -> str:
             return str(port)
 
 
+@pytest.mark.exhaustive
 def test_train_as_unsharded(tmp_path: Path, references: Callable[..., dict[str, Any]]) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

@@ -143,6 +143,7 @@ def test_threads_that_are_late_do_not_abort_the_process() -> None:
     assert (without_gloo(done.stdout), done.stderr) == (["[0, 0, 0, 0]"], "")
 
 
+@pytest.mark.sample("-when ranks have met-0")
 @pytest.mark.parametrize(
     ("script", "when", "code"),
     [("", "at once", 0), ("raise ValueError('it fails')", "at once", 1), ("", "when ranks have met", 0)],
@@ -163,6 +164,7 @@ def test_who_hosts_the_store_may_have_stopped(script: str, when: str, code: int)
             os.kill(host, signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_processes_end_as_their_work_did(tmp_path: Path) -> None:
     scripts = {name: script for name, (script, _) in CASES.items()}
     command = [python(), "-c", LEAVING, str(tmp_path), json.dumps(scripts)]

@@ -76,6 +76,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 class TestForms:
+    @pytest.mark.sample("{}")
     @pytest.mark.parametrize("wrapper", [{}, {"engine": "fsdp1"}, {"use_orig_params": False}], ids=str)
     def test_files_directories_and_urls(self, tmp_path: Path, places: dict[str, str], wrapper: dict[str, Any]) -> None:
         handler = functools.partial(Quiet, directory=str(tmp_path))

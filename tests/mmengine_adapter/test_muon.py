@@ -107,6 +107,7 @@ def trained(rank: int, folder: Path, ranks: int, changes: dict[str, Any]) -> dic
     return train(rank, folder, ranks, {"optim_wrapper": OPTIM, **changes})
 
 
+@pytest.mark.sample("AmpOptimWrapper")
 @pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
 def test_trains_as_one_process(tmp_path: Path, kind: str) -> None:
     optim = {**OPTIM, "type": kind, **({"dtype": "bfloat16"} if kind == "AmpOptimWrapper" else {})}
@@ -119,6 +120,7 @@ def test_trains_as_one_process(tmp_path: Path, kind: str) -> None:
         assert found["norms"] == pytest.approx(alone["norms"], rel=5 * tolerance)
 
 
+@pytest.mark.sample("local")
 @pytest.mark.parametrize("kind", ["local", "sharded"])
 def test_resumes(tmp_path: Path, kind: str) -> None:
     changes = {"strategy": strategy(kind)}

@@ -44,6 +44,7 @@ def go_on(rank: int, folder: Path, ranks: int, loop: str) -> Any:
     return end_of(runner)
 
 
+@pytest.mark.sample("iter-1")
 @pytest.mark.parametrize(("loop", "ranks"), [("epoch", 2), ("iter", 1)])
 def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, loop: str, ranks: int) -> None:
     ends = run_ranks(fail, 2, tmp_path, loop)
@@ -57,6 +58,7 @@ def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, loop: str, ranks: i
             assert failed[0] + rest[0] == pytest.approx(whole[0], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_new_run_forgets_what_is_on_the_nodes_and_another_one_is_refused(tmp_path: Path) -> None:
     with single_rank():
         for resume in (False, False, True):

@@ -121,6 +121,7 @@ CLIPS: dict[str, dict[str, Any]] = {
 
 
 class TestClipping:
+    @pytest.mark.sample("value-fsdp2", "inf-fsdp1")
     @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
     @pytest.mark.parametrize("clip", CLIPS)
     def test_equals_unsharded(self, tmp_path: Path, references: Any, engine: str, clip: str) -> None:

@@ -47,6 +47,7 @@ def in_store(rank: int, folder: Path, kind: str) -> list[Any]:
     return ends
 
 
+@pytest.mark.sample("full")
 @pytest.mark.parametrize("kind", ["local", "full"])
 def test_a_run_in_a_store_goes_on_without_its_disk(tmp_path: Path, kind: str) -> None:
     for whole, left, rest in run_ranks(in_store, 2, tmp_path, kind):
@@ -95,6 +96,7 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
         assert names(tmp_path / "store" / tmp_path.name) == ["holder.json", "iter_2.pth", "iter_4.pth", "iter_8.pth"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_another_model_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
     with single_rank():
         runner_of(alone(tmp_path, interval=4)).train()

@@ -128,6 +128,7 @@ def train(rank: int, folder: Path, wrapper: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_as_under_ddp(tmp_path: Path) -> None:
     results = {wrapper: run_ranks(train, 2, tmp_path, wrapper)[0] for wrapper in WRAPPERS}

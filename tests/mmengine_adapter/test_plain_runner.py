@@ -58,6 +58,7 @@ ONE_EPOCH = {"train_cfg": {"by_epoch": True, "max_epochs": 1, "val_interval": 1}
 
 
 class TestRunner:
+    @pytest.mark.sample("fsdp1")
     @pytest.mark.parametrize("wrapper", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
     def test_trains_saves_and_resumes(self, tmp_path: Path, wrapper: dict[str, Any]) -> None:
         [plain] = run_ranks(train, 1, tmp_path / "plain", 1, None, {})
@@ -99,6 +100,7 @@ class SlowlyBuilt(ToyModel):
         super().__init__()
 
 
+@pytest.mark.exhaustive
 def test_logs_are_in_one_directory(tmp_path: Path) -> None:
     run_ranks(train, 2, tmp_path, 2, FSDP2, {"model": {"type": "SlowlyBuilt"}})
     folders = [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -114,6 +116,7 @@ def validate_then_train(rank: int, folder: Path, wrapper: dict[str, Any]) -> dic
 
 
 class TestOrder:
+    @pytest.mark.sample("fsdp2")
     @pytest.mark.parametrize("wrapper", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
     def test_training_after_validation_and_amp(self, tmp_path: Path, wrapper: dict[str, Any]) -> None:
         alone = run_ranks(train, 2, tmp_path / "alone", 2, wrapper, ONE_EPOCH)[0]

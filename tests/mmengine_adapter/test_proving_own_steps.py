@@ -58,6 +58,7 @@ def made_model(path: str) -> torch.nn.Module:
     return build_model(path)[0]
 
 
+@pytest.mark.sample("alone")
 @pytest.mark.parametrize("against", ["alone", "ddp"])
 def test_it_is_proven(tmp_path: Path, against: Literal["alone", "ddp"]) -> None:
     proof = proof_of(tmp_path, ("accumulative_counts=2", "accumulative_counts=1"), against=against)
@@ -68,6 +69,7 @@ def test_it_is_proven(tmp_path: Path, against: Literal["alone", "ddp"]) -> None:
     assert "norm" in {item.key.kind for item in proof.trained.compared}
 
 
+@pytest.mark.exhaustive
 def test_it_is_proven_with_accumulation_and_mixed_precision(tmp_path: Path) -> None:
     """Of two calls with two updates each, every second updates."""
     named = ("optim_wrapper = dict(", "optim_wrapper = dict(type='AmpOptimWrapper', dtype='bfloat16', ")
@@ -76,6 +78,7 @@ def test_it_is_proven_with_accumulation_and_mixed_precision(tmp_path: Path) -> N
     assert {item.key.step for item in proof.trained.compared} == {0, 1}
 
 
+@pytest.mark.exhaustive
 def test_what_computes_something_else_is_not_proven(tmp_path: Path) -> None:
     proof = proof_of(tmp_path, ("accumulative_counts=2", "accumulative_counts=1"), wrong=True)
     assert proof.trained.first is not None
@@ -122,6 +125,7 @@ EVALUATES = (
 )
 
 
+@pytest.mark.exhaustive
 def test_several_optimizers_and_evaluation(tmp_path: Path) -> None:
     """From the command's arguments, with the config's own evaluation."""
     pack = ("width=50)]", "width=50), dict(type='Pack')]")

@@ -139,6 +139,7 @@ def uneven(rank: int, folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_uneven_validations_are_refused_before_a_rank_waits(tmp_path: Path) -> None:
     first, second = run_ranks(uneven, 2, tmp_path, timeout=120)
     assert first == second

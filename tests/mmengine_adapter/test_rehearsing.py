@@ -37,6 +37,7 @@ def read(folder: Path, *changes: tuple[str, str]) -> ReadConfig:
     return read_config(folder / "config.py")
 
 
+@pytest.mark.sample("AmpOptimWrapper-dtype1")
 @pytest.mark.parametrize(("wrapper", "dtype"), [("OptimWrapper", None), ("AmpOptimWrapper", torch.bfloat16)])
 def test_it_is_the_step_that_a_loop_runs(tmp_path: Path, wrapper: str, dtype: torch.dtype | None) -> None:
     named = f"type='{wrapper}'" + (f", dtype='{str(dtype)[6:]}'" if dtype else "")

@@ -71,6 +71,7 @@ PAIRS = [(release, RUNNERS[place % 2]) for place, release in enumerate(RELEASES)
 PAIRS += [(RELEASES[0], "Runner"), (RELEASES[-1], "FlexibleRunner")]
 
 
+@pytest.mark.sample("0.10.7-Runner", "0.9.0-Runner", "0.10.4-FlexibleRunner")
 @pytest.mark.parametrize(("release", "runner"), PAIRS)
 def test_resumed_on_two_ranks(release: str, runner: str, tmp_path: Path) -> None:
     run_ranks(resumed, 2, tmp_path, release, runner)

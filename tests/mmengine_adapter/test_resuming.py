@@ -206,6 +206,7 @@ CASES = {
 
 
 class TestExact:
+    @pytest.mark.sample("iter-sharded")
     @pytest.mark.parametrize("name", CASES)
     def test_equals_not_having_stopped(self, tmp_path: Path, name: str) -> None:
         # Steps 2 and 6 are in the middle of epochs, 4 is the last of the first one.
@@ -358,6 +359,7 @@ class TestLoopThatDoesNotSkip:
 
 
 class TestStockFull:
+    @pytest.mark.exhaustive
     def test_optimizer_state_by_names(self, tmp_path: Path) -> None:
         """As MMEngine's own FSDPStrategy saves it: torch's ``FSDP.optim_state_dict``, and nothing of how far it was."""
         changes = {"strategy": strategy("full")}

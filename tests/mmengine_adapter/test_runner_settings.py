@@ -85,6 +85,7 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_they_have_their_effect(tmp_path: Path) -> None:
     [(losses, rate)] = run_ranks(stock, 1, tmp_path)
     for found in run_ranks(sharded, 2, tmp_path):

@@ -28,6 +28,7 @@ def check_equal(sharded: dict[str, Any], reference: dict[str, Any]) -> None:
 class TestParity:
     """AdamW with clipping, accumulation and a schedule."""
 
+    @pytest.mark.sample("2", "2-flat")
     @pytest.mark.parametrize(
         ("world_size", "wrapper"),
         [
@@ -52,11 +53,13 @@ class TestParity:
         results = run_ranks(train, 2, tmp_path, 2, {"strategy": {"type": "DDPStrategy"}})
         check_equal(results[0], references())
 
+    @pytest.mark.exhaustive
     def test_activation_checkpointing_changes_nothing(self, tmp_path: Path, references: Any) -> None:
         for checkpointing in ({"check_fn": "tests.mmengine_adapter.test_wrapper.is_block"}, {"mode": "ops"}):
             changes = {"strategy": {**strategy(), "activation_checkpointing": checkpointing}}
             check_equal(run_ranks(train, 2, tmp_path, 2, changes)[0], references())
 
+    @pytest.mark.sample("fsdp1")
     @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
     def test_batch_norm_trains_and_validates(self, tmp_path: Path, engine: str) -> None:
         changes = {"model": {"type": "ToyModel", "batch_norm": True, "scale": True}}
@@ -116,6 +119,7 @@ def run_config(folder: Path, world_size: int, launcher: list[str]) -> tuple[list
 class TestConfigFile:
     """A config whose only new line is custom_imports, in a process of its own."""
 
+    @pytest.mark.exhaustive
     def test_without_a_launcher_and_under_torchrun(self, tmp_path: Path) -> None:
         alone, output = run_config(tmp_path / "alone", 1, [])
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

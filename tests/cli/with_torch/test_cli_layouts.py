@@ -14,6 +14,7 @@ from tests.core.layout_writers import like_the_tutorial, like_torchtitan
 from mmfsdp.checkpoint import diff, find_tensor, open_layout
 
 
+@pytest.mark.sample("like_the_tutorial")
 @pytest.mark.parametrize("write", [like_torchtitan, like_the_tutorial])
 def test_every_command_takes_it(tmp_path: Path, write: Any) -> None:
     source, weights = write(tmp_path / "step-3")

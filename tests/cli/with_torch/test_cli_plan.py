@@ -149,6 +149,7 @@ def test_doctor_without_the_package_that_reads_configs(tmp_path: Path, monkeypat
     assert pip_install("mmfsdp[torch]", "mmfsdp-mmengine[mmengine]") in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_batch_rehearses_a_step() -> None:
     truth = mmfsdp.plan(build(), wrapped(), 2)
     step = advise(wrapped(), build(), torch.empty(6, 4, device="meta"), mesh=2)
@@ -221,6 +222,7 @@ def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
     assert ("without activations" in shown) == (words in [("--batch", "6x5"), ("--batch", "x=6x4")])
 
 
+@pytest.mark.exhaustive
 def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     words = ("--model-arg", "width=64", "--batch", "8x64", "--ranks", 2, "--set", "precision=bf16")
     only = ("--set", "activation_checkpointing.mode=full", "--set", "sharding.strategy=FULL_SHARD")
@@ -268,6 +270,7 @@ def test_measured_beside_predicted() -> None:
         assert message in " ".join(err.replace("│", " ").split())
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_measure_together() -> None:
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "mmfsdp-cli"]
     words += ["measure", f"{HERE}:build", *MEASURED, "--json"]
@@ -282,6 +285,7 @@ def test_ranks_of_torchrun_measure_together() -> None:
     assert found["seconds"]["predicted"] == shown["time"]["seconds"]
 
 
+@pytest.mark.sample("rehearse-batch0", "rehearse-batch1", "rehearse-batch2", "rehearse-batch3", "rehearse-batch4")
 @pytest.mark.parametrize(
     ("command", "batch"),
     [
