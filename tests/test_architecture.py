@@ -116,16 +116,26 @@ def parsed(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(parsed(path))]
+
+
+@functools.cache
 def imported_names(path: Path) -> list[tuple[int, str]]:
     """Return line and absolute dotted name of everything that a file imports, functions and its stub included."""
     stub = path.with_suffix(".pyi")
     return [*_imported_names(path), *(_imported_names(stub) if stub.exists() else ())]
 
 
-def _imported_names(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _imported_names(path: Path) -> list[tuple[int, str]]:
+    return [*_found_names(path)]
+
+
+def _found_names(path: Path) -> Iterator[tuple[int, str]]:
     name = module_name(path)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -165,7 +175,7 @@ def executed_names(path: Path, *, at_top: bool = True) -> list[tuple[int, str]]:
     """
     inner: set[int] = set()
     hidden: set[int] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         lines = range(node.lineno, (node.end_lineno or 0) + 1) if isinstance(node, ast.stmt) else ()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner.update(lines)
@@ -187,7 +197,7 @@ def hidden_imports(path: Path) -> list[int]:
 
     A name such as ``mmfsdp.saving`` does not count, as that of a logger.
     """
-    nodes = [*ast.walk(parsed(path))]
+    nodes = nodes_of(path)
     calls = {"__import__", "importlib.import_module", "importlib.__import__"}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "importlib":
