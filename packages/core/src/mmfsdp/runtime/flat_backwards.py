@@ -19,9 +19,9 @@ from mmfsdp.runtime.flat_params import flat_handles, flat_units
 __all__ = [
     "clear_gradient_of",
     "flat_flags",
+    "freeze_through_views",
     "has_piece_of",
     "refuse_unseen_backwards",
-    "register_shards",
     "show_outputs",
 ]
 
@@ -72,18 +72,19 @@ def clear_gradient_of(flat: Any, place: int) -> None:
         flat.grad.narrow(0, info.offset_in_shard, info.numel_in_shard).zero_()
 
 
-def register_shards(unit: FullyShardedDataParallel) -> None:
-    """Make ``parameters()`` yield parameters where torch has left views of a gathered flat parameter in their place.
+def freeze_through_views(unit: FullyShardedDataParallel) -> None:
+    """Make ``requires_grad_()`` of views that torch registers in place of parameters set that of the parameters.
 
-    torch does so between forward and backward if the unit stays gathered: they can neither be frozen nor given to an
-    optimizer, and ``zero_grad()`` clears nothing. Attributes of modules go on showing the views, which backward uses.
-    Call it after a forward.
+    torch does so between forward and backward if the unit stays gathered. A view cannot be frozen, and nothing says so
+    if it is thawed. Call it after a forward.
     """
     handle: Any = unit._handle
     if handle is None or not handle._use_orig_params or not handle._skipped_use_sharded_views:
         return
-    flat = handle.flat_param
-    for info, param in zip(flat._param_infos, flat._params, strict=True):
-        info.module._parameters[info.param_name] = param
-    for info, param in zip(flat._shared_param_infos, flat._shared_params, strict=True):
-        info.module._parameters[info.param_name] = param
+    for view, param in zip(handle.flat_param._tensors, handle.flat_param._params, strict=True):
+        view.requires_grad_ = functools.partial(_freeze, view, param)
+
+
+def _freeze(view: torch.Tensor, param: torch.nn.Parameter, requires_grad: bool = True) -> torch.Tensor:
+    param.requires_grad_(requires_grad)
+    return view

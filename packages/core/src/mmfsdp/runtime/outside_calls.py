@@ -20,7 +20,7 @@ from torch.utils.module_tracker import ModuleTracker
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.casting import in_full_precision
-from mmfsdp.runtime.flat_backwards import register_shards
+from mmfsdp.runtime.flat_backwards import freeze_through_views
 from mmfsdp.runtime.hidden_outputs import HiddenOutputs
 from mmfsdp.runtime.torch_fsdp2.iterations import enter_again
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
@@ -186,7 +186,7 @@ def watch_flat_unit(unit: FullyShardedDataParallel, gate: UnitGate, hidden: Hidd
     def accept_hidden(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not _tracker.is_bw:
             hidden.accept((args, kwargs), output)
-            register_shards(unit)
+            freeze_through_views(unit)
 
     gate.run = run
     gate.watch([unit], accept_hidden)
