@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import warnings
 from typing import Any
 
@@ -246,21 +247,23 @@ def test_functions_that_get_shards_are_refused_in_the_forward() -> None:
             assert "The autograd function Adjoint got 'dynamics.0.bias', 'dynamics.0.weight' as arguments" in text
 
 
-def adjoint_unseen(rank: int) -> list[str]:
+def adjoint_unseen(rank: int, configs: list[dict[str, Any]]) -> list[str]:
     """Run the function where no output of the first forward leads to it."""
     warnings.simplefilter("ignore")
     found = []
-    for how in ("at once", "reentrant", "plain"):
+    for how, config in itertools.product(("at once", "reentrant", "plain", "outside"), configs):
         grads = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
-            model = mmfsdp.shard(Flow(), wrap="Dynamics") if is_sharded else Flow()
-            model.how = "plain"
+            model = mmfsdp.shard(Flow(), wrap="Dynamics", **config) if is_sharded else Flow()
+            inner(model).how = "plain"
             rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
             model(rows).square().mean().backward()
-            model.how = how
+            inner(model).how = how
             # Gradients of shards are right where they are those of a penalty.
-            loss = model(rows).square().mean() + sum(whole_sum(param) for param in model.parameters())
+            penalty = sum(whole_sum(param) for param in model.parameters())
+            output = inner(model).solve(rows) if how == "outside" else model(rows)
+            loss = output.square().mean() + penalty
             try:
                 loss.backward()
                 grads.append(gradients(model))
@@ -271,6 +274,10 @@ def adjoint_unseen(rank: int) -> list[str]:
     return found
 
 
+def inner(model: Any) -> Any:
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
 def whole_sum(param: Any) -> torch.Tensor:
     total: Any = param.square().sum()
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]
@@ -278,8 +285,10 @@ def whole_sum(param: Any) -> torch.Tensor:
 
 def test_functions_that_get_shards_are_refused_in_the_backward_elsewhere() -> None:
     """Without it, the gradients of the unit are zero in later forwards, and under reentrant checkpoints."""
-    for texts in run_ranks(adjoint_unseen, 2):
-        assert len(texts) == 2
+    configs: list[dict[str, Any]] = [{}]
+    configs += [{"engine": "fsdp1", "sharding": kind} for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
+    for texts in run_ranks(adjoint_unseen, 2, configs):
+        assert len(texts) == 3 * len(configs)
         for text in texts:
             assert "Shards of the unit 'dynamics" in text
             assert "Leave the module out of the wrap policy" in text

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.autograd import Variable
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import UnsupportedCallError
 from mmfsdp.runtime.backward import is_backward
+from mmfsdp.runtime.flat_params import flat_handles, flat_units
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of, shards_of
 from mmfsdp.runtime.torch_fsdp2.unreduced import has_gradient
 
-__all__ = ["RefuseShardGradients", "check_graph_inputs"]
+__all__ = ["RefuseShardGradients", "check_graph_inputs", "refuse_flat_gradients"]
 
 _REMEDY = (
     "Leave the module out of the wrap policy, so that the unit around it gathers it, or keep it whole with "
@@ -75,11 +78,66 @@ class RefuseShardGradients(Subscriber):
         ran, self._ran = [*self._ran.values()], {}
         for group, before in ran:
             if _gradients(group) != before:
-                raise UnsupportedCallError(
-                    f"Shards of the unit {name_of(group)!r} got gradients from an autograd function that runs the unit "
-                    "in backward, as adjoint methods do with *module.parameters(). The unit computes with gathered "
-                    f"copies, so these gradients are zero or wrong. {_REMEDY}"
-                )
+                raise _error(name_of(group))
+
+
+def refuse_flat_gradients(module: nn.Module) -> None:
+    """Raise from now on where `RefuseShardGradients` does, for flat parameters. Not collective.
+
+    Args:
+        module: The sharded root; without effect if it has no FullyShardedDataParallel.
+    """
+    for (name, handle), unit in zip(flat_handles(module), flat_units(module), strict=True):
+        unit.register_forward_pre_hook(torch.compiler.disable(_FlatGradients(name, handle.flat_param).note))
+
+
+class _FlatGradients:
+    """Looks at the gradients of a unit of FSDP1 in a backward that runs its forward.
+
+    Args:
+        name: FQN of the unit.
+        flat: Its flat parameter. Forwards compute with views of it, and only a penalty on parameters, or an autograd
+            function that got them, gives gradients to the parameters in it.
+    """
+
+    def __init__(self, name: str, flat: Any) -> None:
+        self._name = name
+        self._flat = weakref.ref(flat)
+        self._hooks: list[Any] = []
+        self._is_flat_used = self._are_params_used = False
+
+    def note(self, *_: Any) -> None:
+        """Call it before each forward of the unit."""
+        if torch.is_grad_enabled() and is_backward() and not self._hooks and (flat := self._flat()) is not None:
+            self._is_flat_used = self._are_params_used = False
+            self._hooks = [
+                param.register_post_accumulate_grad_hook(self._use_params)
+                for param in flat._params or ()
+                if param.requires_grad
+            ]
+            if self._hooks:
+                self._hooks.append(flat.register_hook(self._use_flat))
+                Variable._execution_engine.queue_callback(self._check)
+
+    def _use_params(self, _: torch.Tensor) -> None:
+        self._are_params_used = True
+
+    def _use_flat(self, _: torch.Tensor) -> None:
+        self._is_flat_used = True
+
+    def _check(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._are_params_used and not self._is_flat_used:
+            raise _error(self._name)
+
+
+def _error(unit: str) -> UnsupportedCallError:
+    return UnsupportedCallError(
+        f"Shards of the unit {unit!r} got gradients from an autograd function that runs the unit in backward, as "
+        "adjoint methods do with *module.parameters(). The unit computes with gathered copies, so these gradients are "
+        f"zero or wrong. {_REMEDY}"
+    )
 
 
 def _gradients(group: Group) -> list[object]:

@@ -21,7 +21,7 @@ from mmfsdp.runtime.flat_params import flat_params, name_gathering
 from mmfsdp.runtime.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.forward_errors import explain_forward_error
 from mmfsdp.runtime.gradients import GradientAgreement
-from mmfsdp.runtime.graph_inputs import RefuseShardGradients, check_graph_inputs
+from mmfsdp.runtime.graph_inputs import RefuseShardGradients, check_graph_inputs, refuse_flat_gradients
 from mmfsdp.runtime.guards import watch_optimizers
 from mmfsdp.runtime.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
 from mmfsdp.runtime.late_freezing import refuse_late_freezing
@@ -66,6 +66,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     name_gathering(module)
     refuse_unseen_backwards(module)
     refuse_late_freezing(module, lambda: live.writes if (live := me()) is not None else 0)
+    refuse_flat_gradients(module)
     guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)
     refuse_other_flat_weights(module)
     if not state.is_fsdp1:
