@@ -16,12 +16,11 @@ from torch import nn
 import mmfsdp
 from mmfsdp.errors import ConfigError, RehearsalError
 from mmfsdp.rehearsal import Fit
-from mmfsdp.rehearsal.fitting.bounds import Known
+from mmfsdp.rehearsal.fitting.bounds import Known, resharded_seconds
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for
+from mmfsdp.rehearsal.fitting.fastest import REFINED, refined
 from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.rates import rates_of
-from mmfsdp.rehearsal.fitting.refining import REFINED, refined
-from mmfsdp.rehearsal.fitting.resharding import resharded_seconds
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.rehearsing import rehearse_once
 from mmfsdp.rehearsal.timing.device_names import device_of

@@ -31,11 +31,11 @@ from mmfsdp.rehearsal import (
     StepTime,
     report,
 )
+from mmfsdp.rehearsal.reporting.curves import scaled_times
 from mmfsdp.rehearsal.reporting.lanes import stream_lanes
 from mmfsdp.rehearsal.reporting.looks import STYLE, key_of
 from mmfsdp.rehearsal.reporting.modules import module_tree
-from mmfsdp.rehearsal.reporting.squares import squarified
-from mmfsdp.rehearsal.timing.scaling import scaled_times
+from mmfsdp.rehearsal.reporting.treemap import squarified
 from mmfsdp.rehearsal.timing.step_time import human_seconds, time_of
 
 EVIL = "<script>alert(1)</script>&\"'"

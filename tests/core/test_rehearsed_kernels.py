@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmfsdp.rehearsal import measure, rehearse
-from mmfsdp.rehearsal.peaks import cpu_peak
+from mmfsdp.rehearsal.measuring import cpu_peak
 from mmfsdp.rehearsal.recording.convolutions import convolution_bytes
 from mmfsdp.rehearsal.recording.cpu_kernels import cpu_scratch_bytes
 from mmfsdp.rehearsal.recording.losses import kept_loss_bytes, run_ctc

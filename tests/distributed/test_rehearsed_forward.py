@@ -12,7 +12,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.peaks import cpu_peak
+from mmfsdp.rehearsal.measuring import cpu_peak
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.testing import run_ranks
 

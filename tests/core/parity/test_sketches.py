@@ -9,9 +9,8 @@ import torch
 
 from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
 from mmfsdp.parity.geometries import geometry_of
-from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches, sketch_of
-from mmfsdp.parity.writing import texts_of
+from mmfsdp.parity.writing import Scaled, texts_of
 
 SHAPES = [(), (1,), (1000,), (7, 5), (64, 32, 3, 3), (4, 100, 16), (3, 0, 2)]
 SHAPES += [(9001,), (300, 257), (48, 768), (40, 96, 3, 5)]  # of more elements than have signs of their own

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.parity.assembling import Assembled, assemble
-from mmfsdp.parity.changed import add_changed
 from mmfsdp.parity.comparison import Compared, Comparison, Difference
 from mmfsdp.parity.diagnosis import diagnose
 from mmfsdp.parity.figures import distance
-from mmfsdp.parity.records import Entry, Key, RankRecord, read_record
-from mmfsdp.parity.tolerances import Tolerances
+from mmfsdp.parity.records import CHANGED, Entry, Key, RankRecord, read_record
+from mmfsdp.parity.tolerances import EPS, Tolerances, rounded_share
 from mmfsdp.parity.wholes import differing_elements, kept_wholes, read_whole
 
 __all__ = ["compare"]
@@ -71,7 +70,7 @@ def compare(
     _show_elements(
         found, [(Path(folder), kept_wholes(record)) for folder, record in zip((a, b), records, strict=False)]
     )
-    add_changed(found, (one, two), records, shared)
+    _add_changed(found, (one, two), records, shared)
     for (mine, yours), keys in found.dtypes.items():
         rest = f", and so are {len(keys) - 1} more" if len(keys) > 1 else ""
         found.notes.append(f"{keys[0]} is {mine} in the reference and {yours} in the other run{rest}.")
@@ -187,3 +186,59 @@ def _notes(
         only.pop("setting", None)  # the same parameters may be in other groups
         notes += [f"Only {name} has {count} tensors of kind {kind!r}." for kind, count in only.items()]
     return notes
+
+
+def _add_changed(
+    found: Comparison, runs: tuple[Mapping[Key, Assembled], Mapping[Key, Assembled]],
+    records: Sequence[Sequence[RankRecord]], shared: Set[int],
+) -> None:  # fmt: skip
+    """Add, at the beginning of their step, parameters that one run changed since the step before, and the other not.
+
+    A change that is not more than rounding a few elements is none: runs that clamp weights may differ by that.
+
+    Args:
+        found: What was found otherwise; it gets the differences.
+        runs: The tensors of the reference and of the other run.
+        records: What their ranks have recorded.
+        shared: The steps that both have.
+    """
+    for (mine, other), record, text in (
+        (runs, records[0], "it changed after the step before in the reference, and not in the other run"),
+        (runs[::-1], records[1], "it changed after the step before, and not in the reference: stale weights or a copy"),
+    ):
+        changed = [key for key in mine if key.kind == CHANGED and key not in other and key.step in shared]
+        if not changed:
+            continue
+        entries = [(rank.head["rank"], {entry.key: entry for entry in rank.entries}) for rank in record]
+        for key in reversed(changed):  # each is put before those that follow it
+            held = {rank: (of[key], of[left]) for rank, of in entries if key in of and (left := _left(key, of)) in of}
+            if _is_rounding([*held.values()]):
+                continue
+            ranks = tuple(held) if len(held) < len(record) else ()
+            on = f" on ranks {', '.join(map(str, ranks))} alone" if ranks else ""
+            later = (at for at, item in enumerate(found.differences) if item.key.step >= key.step)
+            place = next(later, len(found.differences))
+            last = [item.key for item in found.compared if item.key.step < key.step] if place == 0 else []
+            a, b = (
+                tensor.figures.norm if (tensor := run.get(_left(key, run))) and tensor.figures else 0.0 for run in runs
+            )
+            difference = Difference(key, None, 0.0, a, b, f"{text}{on}", ranks, last[-1] if last else None)
+            found.differences.insert(place, difference)
+
+
+def _left(key: Key, run: Container[Key]) -> Key:
+    """Return the key of what the step before has left: a parameter may have several updates in it."""
+    found = Key(key.step - 1, "parameter", key.name, 0)
+    while (later := replace(found, call=found.call + 1)) in run:
+        found = later
+    return found
+
+
+def _is_rounding(held: Sequence[tuple[Entry, Entry]]) -> bool:
+    """Return whether a parameter changed by no more than rounding a few elements; of ranks' parts now and before."""
+    if not held:
+        return False
+    far = math.hypot(*(distance(now.figures, before.figures) for now, before in held))
+    norm = math.hypot(*(before.figures.norm for _, before in held))
+    count = sum(math.prod(now.sizes) for now, _ in held)
+    return far <= rounded_share(EPS.get(held[0][0].dtype, 0.0), count) * norm

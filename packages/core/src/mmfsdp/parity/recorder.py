@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.parity.activations import Batch, Order
 from mmfsdp.parity.clipping import watch_clipping
 from mmfsdp.parity.naming import units_of, unwrapped
 from mmfsdp.parity.parameters import Parameters, optimizers_of
-from mmfsdp.parity.perturbing import perturb_inputs
 from mmfsdp.parity.step_record import StepRecord
 from mmfsdp.parity.writing import Writer
 from mmfsdp.planning.compiled import is_compiled
@@ -120,7 +120,7 @@ class Recording:
         self._counts = True  # whether the step that runs is one of training
         with ExitStack() as hooks:
             if perturb is not None:
-                hooks.enter_context(perturb_inputs(self._model, perturb))
+                hooks.enter_context(_perturb_inputs(self._model, perturb))
             # The import of the compiler takes seconds.
             hidden = torch.compiler.disable if any(map(is_compiled, self._model.modules())) else _itself
             for name, module in units_of(self._model, depth):
@@ -248,3 +248,40 @@ class Recording:
 
 def _itself(function: Callable[..., None]) -> Callable[..., None]:
     return function
+
+
+@contextmanager
+def _perturb_inputs(model: nn.Module, seed: int) -> Iterator[None]:
+    """Multiply the inputs of a model by numbers around 1; of models that take only integers, the outputs of embeddings.
+
+    The numbers do not come from torch's global generators, whose state stays as it is.
+
+    Args:
+        model: The model, without DDP around it.
+        seed: Another seed gives other numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        dtype = torch.get_autocast_dtype(value.device.type) if _autocasts(value) else value.dtype
+        signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
+        return value * (1 + signs.to(torch.float64) * torch.finfo(dtype).eps).to(value.dtype)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(change, (args, kwargs))
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output)
+
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                hooks.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+def _autocasts(value: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(value.device.type)

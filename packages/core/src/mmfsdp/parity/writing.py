@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import weakref
 from base64 import b64encode
@@ -16,20 +17,25 @@ import torch
 
 from mmfsdp.parity.figures import BITS, FIRST
 from mmfsdp.parity.geometries import Geometry
+from mmfsdp.parity.heads import square_of
 from mmfsdp.parity.records import FORM, file_of, line_of
-from mmfsdp.parity.scaled import Scaled
 from mmfsdp.parity.sketches import Sketches
 from mmfsdp.parity.slots import Slot
 from mmfsdp.parity.wholes import whole_file
 from mmfsdp.saving.skeletons import bytes_of
 
-__all__ = ["Part", "Writer", "texts_of"]
+__all__ = ["Part", "Scaled", "Writer", "texts_of"]
 
 _log = logging.getLogger("mmfsdp.parity")
 _ODD = 4  # where `Figures` has the number of elements that are not finite
 
 Part = tuple[Slot, torch.Tensor]
 """A tensor's place in the record, and this rank's part of it."""
+
+_EVERY = 97  # elements that a sample stands for
+_NEAR = {torch.float32: 1e-6, torch.float64: 1e-14}
+"""How far a sample may be from that of before times a number, as a share. What was done in other dtypes rounds more."""
+_NORM = 1e-5  # how far the norm may be from that
 
 
 class Writer:
@@ -223,3 +229,49 @@ def texts_of(values: torch.Tensor) -> list[str]:
     raw = torch.cat([values[:, :middle].contiguous().view(torch.uint8), placed.contiguous().view(torch.uint8)], 1)
     text, each = b64encode(raw.numpy().tobytes()).decode(), raw.shape[1] // 3 * 4  # three bytes are four letters
     return [text[start : start + each] for start in range(0, len(text), each)]
+
+
+class Scaled:
+    """Samples of tensors that were sketched. Only on the CPU: elsewhere, to look at them would wait for the device."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, float, torch.Tensor]] = {}
+
+    def remember(self, name: str, value: torch.Tensor, row: int, square: float) -> None:
+        """Keep a sample of a tensor.
+
+        Args:
+            name: A name to find it by.
+            value: The tensor.
+            row: The row of its sketch.
+            square: The sum of its squares.
+        """
+        if value.is_contiguous() and value.dtype in _NEAR and 0 < square < math.inf:
+            self._known[name] = row, square, _sample(value)
+
+    def find(self, name: str, value: torch.Tensor) -> tuple[int, float] | None:
+        """Return the row of the sketch of the same tensor before, and the number it was multiplied by; else None.
+
+        Every 97th element must be the one of before times that number, and so must be the norm.
+        """
+        row, square, before = self._known.get(name, (0, 0.0, None))
+        if before is None or not value.is_contiguous() or value.dtype not in _NEAR:
+            return None
+        norm = math.sqrt(square_of(value))  # reads the tensor, so that the sample is in the processor's cache
+        after = _sample(value)
+        size = before.dot(before).item()
+        if after.shape != before.shape or not size:
+            return None
+        factor = before.dot(after).item() / size
+        rest = torch.sub(after, before, alpha=factor).norm().item()
+        expected = abs(factor) * math.sqrt(square)
+        near = rest <= _NEAR[value.dtype] * abs(factor) * math.sqrt(size) and abs(norm - expected) <= _NORM * expected
+        return (row, factor) if near and factor else None
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._known.clear()
+
+
+def _sample(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().view(-1)[::_EVERY].to(torch.float64)

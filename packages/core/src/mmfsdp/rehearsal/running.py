@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from mmfsdp.errors import RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.adopting import adopt, adopt_gradients, adopt_model, beginning, counts_on_host, state_of
 from mmfsdp.rehearsal.averaged_weights import Averages, EmaFn
 from mmfsdp.rehearsal.explaining import buffers_advice, explained, with_cast_buffers
 from mmfsdp.rehearsal.fake import (
     allocated_by_size,
     assumed_arrays,
     fake_tensors,
+    is_fake,
     plain_params,
     quiet,
     unseen_shapes,
     watched_resizes,
 )
 from mmfsdp.rehearsal.fake_copies import fake_batch, fake_model
-from mmfsdp.rehearsal.few_chunks import FewChunks
 from mmfsdp.rehearsal.optimizers import OptimizerFn, optimizer_of
 from mmfsdp.rehearsal.recording.assuming import scalar
 from mmfsdp.rehearsal.recording.autocasting import autocast_as_on
@@ -46,6 +48,7 @@ from mmfsdp.rehearsal.timing.device_names import target_of
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 from mmfsdp.rehearsal.worlds import fake_world
 from mmfsdp.runtime.guards import unwatched
+from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.torch_fsdp2.unreduced import gradients_of
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
@@ -124,7 +127,7 @@ def _run(
         with results:
             copied = fake_model(model)
         graphs = stack.enter_context(compiled_graphs(plan, copied))
-        with results, FewChunks():
+        with results, _FewChunks():
             state = shard_in_place(copied, plan if graphs else plan.model_copy(update={"compile": None}), ranks)
         module = state.module  # the state alone would not keep it
         offloads = whole = None
@@ -149,8 +152,8 @@ def _run(
         if graphs is not None:
             graphs.watch(module, recorder)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
-            adopt(recorder, state, batches)
-            with places.watch(state, lambda group: adopt_gradients(recorder, gradients_of(group))):
+            _adopt(recorder, state, batches)
+            with places.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):
                 averages = None
                 if ema is not None:
                     begin, places.phase = recorder.moment, "ema"
@@ -167,7 +170,7 @@ def _run(
                 # The first step makes the optimizer's state, and what FSDP keeps from step to step.
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
-                    begins = beginning(recorder, state, idle)
+                    begins = _beginning(recorder, state, idle)
                     with explained(places, batch):
                         if made is None or not train:
                             run_forward(begins, module, micro_batches, loss or call_with)
@@ -177,11 +180,11 @@ def _run(
                             run_step(*steps, reduce_each=reduce_each)
                     recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
                     # FSDP2 may replace shards with padded ones when the model first runs.
-                    adopt_model(recorder, module)
+                    _adopt_model(recorder, module)
                     if made is not None:
-                        recorder.adopt(state_of(made), "optimizer state")
+                        recorder.adopt(_state_of(made), "optimizer state")
                         if not on_cpu and offloads is None:
-                            recorder.leave_out(counts_on_host(made))
+                            recorder.leave_out(_counts_on_host(made))
     if once and idle:
         raise IdleError
     return Rehearsal(
@@ -216,3 +219,79 @@ def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _adopt(recorder: Recorder, state: ShardedModel, batches: list[Any]) -> None:
+    """Record what is there before the step."""
+    _adopt_model(recorder, state.module)
+    recorder.adopt((leaf for leaf in torch.utils._pytree.tree_leaves(batches) if torch.is_tensor(leaf)), "input")
+
+
+def _adopt_model(recorder: Recorder, model: nn.Module) -> None:
+    """Record a model's parameters and buffers as such."""
+    for name, owner in model.named_modules():
+        recorder.adopt(owner.parameters(recurse=False), "parameter", name)
+        recorder.offload(owner.parameters(recurse=False))
+        recorder.adopt(owner.buffers(recurse=False), "buffer", name)
+
+
+def _adopt_gradients(recorder: Recorder, gradients: Iterable[torch.Tensor]) -> None:
+    """Record tensors as gradients of parameters."""
+    found = [*gradients]
+    recorder.adopt(found, "gradient")
+    recorder.offload(found)
+
+
+def _beginning(recorder: Recorder, state: ShardedModel, idle: list[torch.Tensor]) -> Callable[[str], None]:
+    """Return what begins a phase; when backward has ended, its gradients are known.
+
+    Parameters that the optimizer finds without a gradient are added to ``idle``.
+    """
+
+    def begin(phase: str) -> None:
+        params = [*state.module.parameters()]
+        whole = (param.grad for param in params if param.grad is not None)
+        if phase == "optimizer":
+            idle.extend(param for param in params if param.requires_grad and param.grad is None)
+        _adopt_gradients(recorder, chain(whole, *(gradients_of(group) for group in state.groups)))
+        recorder.begin(phase)
+
+    return begin
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an optimizer keeps from step to step."""
+    for held in optimizer.state.values():
+        yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+
+
+def _counts_on_host(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the counts of steps that torch's optimizers keep in CPU memory: all but fused and capturable ones."""
+    for group in optimizer.param_groups:
+        if not group.get("fused") and not group.get("capturable"):
+            held = (optimizer.state.get(param, {}).get("step") for param in group["params"])
+            yield from (count for count in held if isinstance(count, torch.Tensor))
+
+
+class _FewChunks(TorchFunctionMode):
+    """Makes ``torch.chunk`` return one fake view for all chunks of equal size.
+
+    ``fully_shard`` divides every parameter into as many chunks as there are ranks and keeps one. For a 7 B model on
+    1,024 ranks, views for all of them take 18 of 25 seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.chunk or len(args) < 2 or not is_fake(args[0]):
+            return func(*args, **kwargs)
+        tensor, count = args[:2]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        size = tensor.size(dim)
+        step = -(-size // count)
+        whole, rest = divmod(size, step) if step else (0, 0)
+        if whole + bool(rest) < 3:
+            return func(*args, **kwargs)
+        chunks = [tensor.narrow(dim, 0, step)] * whole
+        if rest:
+            chunks.append(tensor.narrow(dim, whole * step, rest))
+        return (*chunks, *[tensor.narrow(dim, size, 0)] * (count - len(chunks)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
@@ -12,13 +13,14 @@ from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, UNCERTAIN
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.computing import Seconds
 from mmfsdp.rehearsal.fitting.probing import Estimate
-from mmfsdp.rehearsal.fitting.resharding import can_reshard, resharded_seconds
 from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, communicator_bytes
-from mmfsdp.rehearsal.recording.step_records import Collective
+from mmfsdp.rehearsal.recording.step_records import Collective, Operator
+from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds
+from mmfsdp.rehearsal.timing.step_time import usual_seconds
 
-__all__ = ["Known", "sending_seconds"]
+__all__ = ["Known", "resharded_seconds", "sending_seconds"]
 
 _UNUSED = 0.8  # of what the allocator keeps unused; a step with larger shards kept 0.84 of it or more, in 60 cases
 _SLOWER = 1.5  # float32 than mixed precision; a little less than it is
@@ -137,7 +139,7 @@ class Known:
     def derived_seconds(self, choice: Choice, plan: ShardPlan) -> float | None:
         """Return the seconds of a step, as they follow from one that differs in the shape of its mesh; None without."""
         for known, before, estimate in self._seen:
-            if known.forward_key != choice.forward_key or not can_reshard(before, plan):
+            if known.forward_key != choice.forward_key or not _can_reshard(before, plan):
                 continue
             key = known.key, plan.mesh, plan.units[0].reshard_after_forward is False
             if key not in self._derived:
@@ -193,3 +195,71 @@ def _sent(unit: ShardUnit, plan: ShardPlan) -> Iterator[tuple[int, Collective]]:
     yield 1, Collective("reduce_scatter", reduced, shard, 1, unit.fqn, "backward", 0)
     if replicate > 1:
         yield 1, Collective("all_reduce", reduced // shard, replicate, shard, unit.fqn, "backward", 0)
+
+
+def _can_reshard(known: ShardPlan, wanted: ShardPlan) -> bool:
+    """Return whether the time with one plan follows from a step with another.
+
+    What a unit gathers again in backward can be left out, but not made up.
+    """
+    if {known.engine, wanted.engine} != {"fsdp2"} or known.mesh.shard == 1 or wanted.mesh.shard == 1:
+        return False
+    return _gathers_again(known) or not _gathers_again(wanted)
+
+
+def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device) -> float:
+    """Return the seconds of a step in which the ranks are arranged as another plan says.
+
+    Messages go to other ranks, gradients are averaged over replicas if there are any, and shards have another size
+    where they are copied to be gathered, in clipping and in the optimizer; all else stays.
+
+    Args:
+        step: A step of a plan from which that of ``wanted`` follows; see `_can_reshard`.
+        wanted: The plan, for the same model or one with more layers.
+        device: The device.
+    """
+    pairs = [*_rewritten(step, wanted)]
+    sent = [message for _, message in pairs if message is not None]
+    return usual_seconds([operator for operator, _ in pairs], sent, device)
+
+
+def _rewritten(step: Rehearsal, wanted: ShardPlan) -> Iterator[tuple[Operator, Collective | None]]:
+    """Yield operators, each with its collective if it is one."""
+    sent = iter(step.collectives)
+    shard, replicate = wanted.mesh.shard, wanted.mesh.replicate
+    ratio = step.plan.mesh.shard / shard
+    drops = _gathers_again(step.plan) and not _gathers_again(wanted)
+    for item in step.operators:
+        message = next(sent) if "::" not in item.name else None
+        if drops and item.role == "gather" and item.phase == "backward":
+            continue
+        if message is None:
+            yield replace(item, nbytes=round(item.nbytes * ratio)) if item.is_of_shards else item, None
+        elif message.unit is None:
+            yield from ((item, changed) for changed in _outside_of_units(item, message, step.plan.mesh, wanted.mesh))
+        elif message.name in ("all_gather", "reduce_scatter"):
+            yield item, replace(message, ranks=shard, stride=1)
+            if message.name == "reduce_scatter" and replicate > 1:
+                average = replace(message, name="all_reduce", nbytes=message.nbytes // shard, ranks=replicate)
+                yield replace(item, name="all_reduce"), replace(average, stride=shard)
+
+
+def _outside_of_units(item: Operator, message: Collective, known: MeshSpec, wanted: MeshSpec) -> Iterator[Collective]:
+    """Yield what is sent in place of a message that belongs to no unit.
+
+    Clipping adds up the norms of shards. When backward ends, ranks tell each other along every dimension of the mesh
+    which gradients they have. What modules send goes where it went.
+    """
+    over_shards = replace(message, ranks=wanted.shard, stride=1)
+    if item.phase == "clipping":
+        yield over_shards
+    elif item.phase != "backward" or item.module:
+        yield message
+    elif (message.ranks, message.stride) == (known.shard, 1):
+        if wanted.replicate > 1:
+            yield replace(message, ranks=wanted.replicate, stride=wanted.shard)
+        yield over_shards
+
+
+def _gathers_again(plan: ShardPlan) -> bool:
+    return any(unit.reshard_after_forward is not False for unit in plan.units if not unit.is_root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +14,26 @@ from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.rehearsal.averaged_weights import EmaFn
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for, plain_settings, with_offload
-from mmfsdp.rehearsal.fitting.changes import large_outside
+from mmfsdp.rehearsal.fitting.changes import changes_of, large_outside
 from mmfsdp.rehearsal.fitting.fit_result import Fit, FitOption
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of, tokens_of
 from mmfsdp.rehearsal.fitting.rates import rates_of
-from mmfsdp.rehearsal.fitting.refining import REFINED, refined
 from mmfsdp.rehearsal.fitting.searching import Found, Search, search, search_faster
 from mmfsdp.rehearsal.optimizers import OptimizerFn
+from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.step import LossFn
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 
-__all__ = ["fit"]
+__all__ = ["REFINED", "fit", "refined"]
 
 _MARGIN = 0.03
 """Share of the memory that is left free, beside the uncertainty of the forecast's upper end, which none of the
 published runs exceeded (docs/published_runs.md)."""
+
+REFINED = frozenset(("wrap", "prefetch"))
+"""Sections that are varied around single choices only, because every combination would multiply the search."""
 
 
 def fit(
@@ -206,3 +209,26 @@ def _differences(shown: Choice, other: Choice) -> dict[str, Any]:
     if shown.accumulate != other.accumulate:
         changed["accumulate"] = other.accumulate
     return changed if shown.reduces == other.reduces else {**changed, "reduces": other.reduces}
+
+
+def refined(choice: Choice, step: Rehearsal, sections: Collection[str], missing: int = 0) -> Iterator[Choice]:
+    """Yield choices whose steps hold less of what is gathered at the peak: each change alone, then all together.
+
+    Args:
+        choice: The choice.
+        step: Its step.
+        sections: Sections of the settings that may be changed, of `REFINED`.
+        missing: Bytes that a change must concern.
+    """
+    changes = [
+        change
+        for change in changes_of(step, choice.settings, 1, wraps="wrap" in sections)
+        if change.settings and set(change.settings) <= set(sections)
+    ]
+    together: dict[str, Any] = {}
+    for change in changes:
+        together = {**change.settings, **together}  # the first of a section concerns most
+        if change.concerns >= missing:
+            yield replace(choice, settings={**choice.settings, **change.settings})
+    if len(together) > 1 and sum(change.concerns for change in changes) >= missing:
+        yield replace(choice, settings={**choice.settings, **together})

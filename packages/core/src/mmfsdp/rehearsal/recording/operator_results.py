@@ -14,7 +14,6 @@ from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
 from mmfsdp.rehearsal.recording.losses import CTC, kept_loss_bytes, run_ctc
 from mmfsdp.rehearsal.recording.onednn_recurrent import LSTM_LAYER, add_workspace
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
-from mmfsdp.rehearsal.recording.operator_dtypes import check_dtypes
 from mmfsdp.rehearsal.recording.phases import Places
 from mmfsdp.rehearsal.recording.recurrent import RECURRENT, run_recurrent
 
@@ -27,6 +26,16 @@ _AVERAGES = "ema"  # a phase whose code counts its steps
 _WITHOUT_MODEL = ("clipping", "optimizer")
 _ITEM = "aten::_local_scalar_dense"  # which torch takes long to refuse
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial")
+
+_PRODUCTS = {
+    **dict.fromkeys(("aten::mm", "aten::mv", "aten::convolution"), (0, 1)),
+    **dict.fromkeys(("aten::addmm", "aten::addmv"), (0, 1, 2)),
+    **dict.fromkeys(("aten::index_put", "aten::index_put_"), (0, 2)),
+    **dict.fromkeys(("aten::index_copy", "aten::index_copy_", "aten::index_add", "aten::index_add_"), (0, 3)),
+}
+"""Places of the arguments whose dtypes must be equal."""
+_NORMS = {"aten::native_layer_norm": (0, 2), "aten::native_group_norm": (0, 1)}
+"""The same, if the input is float32: some kernels take parameters of a wider dtype."""
 
 
 class Values:
@@ -98,7 +107,7 @@ class Values:
             result = self._assumed(name, func, args, kwargs)
             if result is not NotImplemented:
                 return result, None
-        check_dtypes(name, args)
+        _check_dtypes(name, args)
         if name in CTC and (made := run_ctc(name, args)) is not NotImplemented:
             return made, None
         try:
@@ -155,3 +164,22 @@ def _grouped_product(
 
 def _is_random(name: str) -> bool:
     return name.partition("::")[2].startswith(_RANDOM)
+
+
+def _check_dtypes(name: str, args: Any) -> None:
+    """Raise what a kernel would raise.
+
+    Args:
+        name: The operator's name in its schema.
+        args: Its positional arguments.
+
+    Raises:
+        RuntimeError: The dtypes differ.
+    """
+    places = _PRODUCTS.get(name) or (_NORMS.get(name) if name in _NORMS and args[0].dtype == torch.float32 else None)
+    if places is None:
+        return
+    dtypes = {value.dtype for place in places if isinstance(value := args[place], torch.Tensor)}
+    if len(dtypes) > 1:
+        given = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RuntimeError(f"{name.removeprefix('aten::')}() takes tensors of one dtype, got {given}")

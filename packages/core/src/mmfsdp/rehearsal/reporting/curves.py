@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from mmfsdp.basics.pages.markup import share, table, text
-from mmfsdp.rehearsal.timing.scaling import RANKS
-from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
+from mmfsdp.planning.plan_records import MeshSpec
+from mmfsdp.rehearsal.recording.step_records import Collective, Operator
+from mmfsdp.rehearsal.timing.device_specs import Device
+from mmfsdp.rehearsal.timing.links import Links
+from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds, time_of
 
-__all__ = ["STYLE", "scaling_chart"]
+__all__ = ["STYLE", "scaled_times", "scaling_chart"]
 
 _LINES = 5
 _LOOKS = (  # colour, dashes of the line, corners of its dots
@@ -20,6 +24,9 @@ _LOOKS = (  # colour, dashes of the line, corners of its dots
 _LABELLED = 2  # every second number of ranks has a label
 
 Times = Mapping[int, StepTime]
+
+_RANKS = tuple(1 << power for power in range(13))
+"""1 to 4,096."""
 
 
 def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
@@ -35,7 +42,7 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
     top = 1.05 * max(time.high for _, times, _ in shown for time in times.values())
     drawn = "".join(_curve(times, top, place) for place, times, _ in shown)
     dots = "".join(_dots(times, name if many[1:] else "", top, place) for place, times, name in shown)
-    labels = "".join(f'<span style="left:{_across(count) / 10:.2f}%">{count:,}</span>' for count in RANKS[::_LABELLED])
+    labels = "".join(f'<span style="left:{_across(count) / 10:.2f}%">{count:,}</span>' for count in _RANKS[::_LABELLED])
     keys = "".join(f'<li><i class="line c{place % len(_LOOKS)}"></i>{text(name)}</li>' for place, _, name in shown)
     legend = f'<ul class="legend">{keys}</ul>' if many[1:] else ""
     first = min(min(times) for _, times, _ in shown)
@@ -53,7 +60,7 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
 
 def _across(count: int) -> float:
     """Return the place of a number of ranks on the horizontal axis, of 1000."""
-    return 20 + 960 * (count.bit_length() - 1) / (len(RANKS) - 1)
+    return 20 + 960 * (count.bit_length() - 1) / (len(_RANKS) - 1)
 
 
 def _curve(times: Times, top: float, place: int) -> str:
@@ -130,3 +137,59 @@ STYLE = f"""
 .curves .dot {{ width: 11px; height: 11px; margin: 0 0 -5.5px -5.5px; border: 2px solid var(--page); }}
 {_looks()}
 """
+
+
+def scaled_times(
+    mesh: MeshSpec,
+    operators: Sequence[Operator],
+    collectives: Sequence[Collective],
+    device: Device,
+    links: Links | None = None,
+    ranks: Iterable[int] = _RANKS,
+) -> dict[int, StepTime]:
+    """Return the time of the same step, with the same batch per rank, on other numbers of ranks. Pure.
+
+    Groups of ranks grow: those that shard, or, if the mesh replicates, those that average over replicas. What is
+    gathered and reduced stays the same; what the optimizer and clipping read and write shrinks with the shards. Padding
+    and copies of shards are left as they are.
+
+    Args:
+        mesh: The mesh of the rehearsal.
+        operators: Its operators.
+        collectives: Its collectives.
+        device: The device.
+        links: The links between ranks; default: those that the device usually has.
+        ranks: The numbers of ranks. Those that a replica of the mesh does not divide are left out.
+
+    Returns:
+        Times by number of ranks; none if the rehearsal had one rank, which sends nothing.
+    """
+    found: dict[int, StepTime] = {}
+    if mesh.world_size == 1:
+        return found
+    fixed = mesh.shard if mesh.replicate > 1 else 1
+    for count in ranks:
+        if count % fixed:
+            continue
+        share = mesh.shard / count if mesh.replicate == 1 else 1.0
+        found[count] = time_of(
+            [_with_shards(item, share) for item in operators],
+            [_with_ranks(item, mesh, count) for item in collectives],
+            device,
+            links,
+        )
+    return found
+
+
+def _with_shards(item: Operator, share: float) -> Operator:
+    if share == 1 or not item.nbytes or not item.is_of_shards:
+        return item
+    return replace(item, nbytes=max(round(item.nbytes * share), 1))
+
+
+def _with_ranks(item: Collective, mesh: MeshSpec, count: int) -> Collective:
+    if item.ranks == mesh.world_size:
+        return replace(item, ranks=count)
+    if item.ranks == mesh.replicate and item.stride == mesh.shard:
+        return replace(item, ranks=count // mesh.shard)
+    return item

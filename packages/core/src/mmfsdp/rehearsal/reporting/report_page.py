@@ -11,6 +11,7 @@ from mmfsdp.basics.text import human_range
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
+from mmfsdp.rehearsal.reporting.curves import scaled_times
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
 from mmfsdp.rehearsal.reporting.side_by_side import compared
@@ -18,7 +19,6 @@ from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
-from mmfsdp.rehearsal.timing.scaling import scaled_times
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
 
 __all__ = ["report"]

@@ -9,9 +9,8 @@ from mmfsdp.basics.pages.markup import exact, share, text
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.reporting.looks import key_of
 from mmfsdp.rehearsal.reporting.modules import Node, owner_of
-from mmfsdp.rehearsal.reporting.squares import squarified
 
-__all__ = ["STYLE", "treemap"]
+__all__ = ["STYLE", "squarified", "treemap"]
 
 _LEVELS = 4  # of modules within modules
 _SMALLEST = 0.002  # of the whole; smaller ones are joined
@@ -19,6 +18,9 @@ _LONE = 0.9  # of a module; one of its own that holds more takes its place
 _FRAMED = 0.04  # of the whole; smaller groups get no title
 
 _SIDES = ("left", "top", "width", "height")
+
+_Box = tuple[float, float, float, float]
+"""Left, top, width and height."""
 
 
 @dataclass
@@ -140,3 +142,51 @@ STYLE = """
 .told { display: block; min-height: 1.6em; font-size: .85rem; color: var(--dim); }
 @media (max-width: 48rem) { .treemap { height: calc(30rem * var(--scale)); } }
 """
+
+
+def squarified(sizes: Sequence[float], width: float, height: float) -> list[_Box]:
+    """Return a box for each size; together they fill the rectangle.
+
+    The boxes are as square as rows along the shorter side make them (Bruls, Huizing, van Wijk, "Squarified Treemaps",
+    2000).
+
+    Args:
+        sizes: Positive sizes, the largest first.
+        width: The width of the rectangle.
+        height: Its height.
+    """
+    scale = width * height / sum(sizes) if sizes else 0.0
+    areas = [size * scale for size in sizes]
+    boxes: list[_Box] = []
+    left = top = 0.0
+    while len(boxes) < len(areas):
+        first = len(boxes)
+        side = min(width, height)
+        count = 1
+        while first + count < len(areas) and _worst(areas[first : first + count + 1], side) <= _worst(
+            areas[first : first + count], side
+        ):
+            count += 1
+        row = areas[first : first + count]
+        depth = sum(row) / side if side else 0.0
+        along = 0.0
+        for area in row:
+            length = area / depth if depth else 0.0
+            if width <= height:
+                boxes.append((left + along, top, length, depth))
+            else:
+                boxes.append((left, top + along, depth, length))
+            along += length
+        if width <= height:
+            top, height = top + depth, max(height - depth, 0.0)
+        else:
+            left, width = left + depth, max(width - depth, 0.0)
+    return boxes
+
+
+def _worst(row: Sequence[float], side: float) -> float:
+    """Return the largest ratio of the sides of a row's boxes."""
+    total = sum(row)
+    if not total or not side:
+        return float("inf")
+    return max(side * side * max(row) / total**2, total**2 / (side * side * min(row)))
