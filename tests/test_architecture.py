@@ -87,7 +87,7 @@ IMPORT_BY_NAME = {
     "mmfsdp.basics.lazy": "what the public names of a package stand for, as its stub lists them",
     "mmfsdp.basics.references": "what a user's config names",
     "mmfsdp.checkpoint.formats.huggingface.memory_names": "transformers and torch, which need not be installed",
-    "mmfsdp.frontends.transformers_models": "transformers, which need not be installed",
+    "mmfsdp.frontends.model_building": "transformers, which need not be installed",
     "mmfsdp.testing": "what the process that forks ranks imports beforehand",
     "mmfsdp_mmengine.configs.lookup": "the package of a scope, which MMEngine could not import",
     "mmfsdp_cli.main": "the module of a command",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn as nn
 from mmengine.device import get_device
 from mmengine.dist import infer_launcher, is_distributed
@@ -40,7 +42,6 @@ from mmfsdp_mmengine.optimizers.binding import (
     optim_wrappers_of,
     with_optimizers,
 )
-from mmfsdp_mmengine.optimizers.structure import structure_of
 from mmfsdp_mmengine.processes.distributed import start_alone, start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import STRATEGIES, replace_stock
@@ -149,7 +150,7 @@ class FSDPStrategy(CheckpointingStrategy):
 
     def _shard(self, model: nn.Module, optim_wrapper: Any) -> None:
         if optim_wrapper is None:
-            self._structure = None if is_model_wrapper(model) else structure_of(model)
+            self._structure = None if is_model_wrapper(model) else _structure_of(model)
             self.model = self._wrap_model(model)
             return
         binding = OptimizerBinding(model, self.build_optim_wrapper(optim_wrapper, model))
@@ -288,3 +289,18 @@ def _known_arguments() -> list[str]:
 
 
 replace_stock(STRATEGIES, FSDPStrategy)
+
+
+def _structure_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are on the meta device; tied ones stay tied.
+
+    Args:
+        model: A model that is not sharded. Not changed.
+    """
+    memo: dict[int, object] = {}
+    for param in model.parameters():
+        memo[id(param)] = copied = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        vars(copied).update(vars(param))
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective.scopes import place_in, scope_of
+from mmfsdp.collective.scopes import World, count_groups_alike, place_in, scope_of
 from mmfsdp.collective.steps import check_same_arguments
 from mmfsdp.errors import PlanError
 from mmfsdp.optimizers.functions import MatrixFunction
-from mmfsdp.optimizers.groups import group_of
 from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import Route, route_of
 from mmfsdp.optimizers.shards import Division, division_of
@@ -23,6 +22,8 @@ from mmfsdp.planning.matrix_steps import divide_into_buckets
 from mmfsdp.runtime.guards import are_watching
 
 __all__ = ["Bucket", "Member", "buckets_of"]
+
+_made: dict[tuple[int, ...], tuple[World, dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _on_mesh(
         if are_watching():
             said = [(m.name, *m.division.shape, m.settings["parts"], m.settings["is_stack"]) for m in members]
             check_same_arguments(scope_of(mesh), "an optimizer's step()", {"params": said})
-        ranks, rank, group = mesh.size(), place_in(mesh), group_of(mesh)
+        ranks, rank, group = mesh.size(), place_in(mesh), _group_of(mesh)
     loads = [0.0] * ranks
     buckets = []
     for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes, ranks):
@@ -139,3 +140,24 @@ def _on_mesh(
         route = route_of([matrix for _, matrix in matrices], owners, divisions, rank, ranks)
         buckets.append(Bucket(chosen, matrices, owners, rank, route, group, dtype, device))
     return buckets
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a mesh, in its row-major order. Collective: every rank of the mesh.
+
+    A mesh of several dimensions has a group per dimension. The first call for such a mesh makes one of all its ranks.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    world = dist.group.WORLD
+    assert world is not None  # there is a mesh
+    if [*ranks] == dist.get_process_group_ranks(world):
+        return world
+    known = _made.get(ranks)
+    if known is None or not known[0].is_current():
+        count_groups_alike(mesh.get_all_groups())
+        made = dist.new_group([*ranks], use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+        _made[ranks] = known = World(), made
+    return known[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch.nn as nn
@@ -13,14 +14,25 @@ from mmfsdp.config.precision import PrecisionOverride
 from mmfsdp.errors import PolicyError
 from mmfsdp.planning.kept_in_float32 import holds_kept, is_kept
 from mmfsdp.planning.patterns import match_classes, match_fqns
-from mmfsdp.planning.plan_records import UnitPrecision
+from mmfsdp.planning.plan_records import Note, ParamEntry, ShardUnit, UnitPrecision
 from mmfsdp.planning.policies import Match
 from mmfsdp.planning.units import has_forward
 
-__all__ = ["full_precision_classes", "override_matches", "unit_precision", "unit_reshard"]
+__all__ = [
+    "full_precision_classes",
+    "low_weights_notes",
+    "override_matches",
+    "rounded_input_notes",
+    "unit_precision",
+    "unit_reshard",
+]
 
 _SETTINGS = ("sharding_strategy", "mixed_precision", "reshard_after_forward")
 _UNIT_DTYPES = ("param_dtype", "reduce_dtype", "cast_forward_inputs")
+
+_LOW = {"float16", "bfloat16"}
+_TIMES = {"timestep", "timesteps", "sigma", "sigmas"}
+_TABLES = {"rotary_emb", "image_rotary_emb", "rotary_embs", "freqs", "freqs_cis", "freqs_cos", "freqs_sin"}
 
 
 def full_precision_classes(model: nn.Module, config: PrecisionConfig) -> dict[type, str] | None:
@@ -184,3 +196,61 @@ def _from_torch(policy: Any, fqn: str) -> UnitPrecision:
         reduce_dtype=None if reduce_dtype is None else canonical_dtype(reduce_dtype),
         cast_forward_inputs=bool(settings.get("cast_forward_inputs", True)),
     )
+
+
+def low_weights_notes(params: Iterable[ParamEntry], config: PrecisionConfig) -> list[Note]:
+    """Return a note if the optimizer will train weights of low precision although only the compute dtype was asked for.
+
+    Args:
+        params: All parameters, with the dtypes of their shards.
+        config: The model-wide settings.
+    """
+    if config.param_dtype not in _LOW or config.storage_dtype is not None:
+        return []
+    low = [param.dtype for param in params if param.requires_grad and param.dtype in _LOW]
+    if not low:
+        return []
+    return [
+        Note(
+            kind="dtype",
+            text=f"the model's weights are {low[0]} before sharding, so the optimizer updates {low[0]} and keeps its "
+            "states in it, and small updates are lost. Set precision.storage_dtype to 'float32', or load the "
+            "model in float32.",
+        )
+    ]
+
+
+def rounded_input_notes(model: nn.Module, units: Sequence[ShardUnit]) -> list[Note]:
+    """Return notes on inputs that lose digits that matter if they are floats: timesteps, and tables of rotations.
+
+    Args:
+        model: The model.
+        units: Its shard units, the root last.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for unit in units:
+        dtype = unit.precision.param_dtype
+        if dtype in _LOW and unit.precision.cast_forward_inputs:
+            for name in _inputs(model.get_submodule(unit.fqn)) & (_TIMES | _TABLES):
+                found.setdefault((name, str(dtype), "" if unit.is_root else unit.class_name), []).append(unit.fqn)
+    notes = []
+    for (name, dtype, class_name), fqns in sorted(found.items()):
+        what = f"input {name!r}, if it is a float, is rounded to {dtype}" + (
+            ", as 999.0 to 1000.0; integers are not. " if name in _TIMES and dtype == "bfloat16" else ". "
+        )
+        if class_name:
+            settings = f"{{'modules': {class_name!r}, 'param_dtype': {dtype!r}, 'reduce_dtype': 'float32', "
+            way = f"precision.overrides=[{settings}'cast_forward_inputs': False}}] leaves the inputs of these units as "
+        else:
+            way = "precision.cast_root_forward_inputs=False leaves the inputs of the whole model as "
+        notes.append(
+            Note(kind="precision", text=f"{what}{way}they are: cast those that need it yourself.", fqns=tuple(fqns))
+        )
+    return notes
+
+
+def _inputs(module: nn.Module) -> set[str]:
+    try:
+        return {*inspect.signature(module.forward).parameters}
+    except (TypeError, ValueError):  # a forward that is not written in Python
+        return set()

@@ -25,8 +25,14 @@ from mmfsdp.planning.optimizing import optimizer_plan
 from mmfsdp.planning.plan_records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.policies import Match, resolve_policy
 from mmfsdp.planning.policy_forms import Policy
-from mmfsdp.planning.precision import full_precision_classes, override_matches, unit_precision, unit_reshard
-from mmfsdp.planning.precision_notes import low_weights_notes, rounded_input_notes
+from mmfsdp.planning.precision import (
+    full_precision_classes,
+    low_weights_notes,
+    override_matches,
+    rounded_input_notes,
+    unit_precision,
+    unit_reshard,
+)
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import draft_units, has_forward
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policy_forms import Policy
 from mmfsdp.torch_style import forms
 from mmfsdp.torch_style.other_names import advice_for_argument
-from mmfsdp.torch_style.own_words import in_words_of_torch
 
 if TYPE_CHECKING:
     from mmfsdp.sharding.materialise import InitFn
@@ -25,6 +25,30 @@ if TYPE_CHECKING:
 __all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
 
 _UNSET: Any = object()
+
+_ARGUMENTS = {
+    "sharding.strategy": "sharding_strategy",
+    "sharding.use_orig_params": "use_orig_params",
+    "sharding.limit_all_gathers": "limit_all_gathers",
+    "sharding.ignored_modules": "ignored_modules",
+    "sharding.ignored_parameters": "ignored_states",
+    "prefetch.backward": "backward_prefetch",
+    "prefetch.forward": "forward_prefetch",
+    "init.sync_states": "sync_module_states",
+    "init.param_init_fn": "param_init_fn",
+    "init.device": "device_id",
+    "cpu_offload.enabled": "cpu_offload.offload_params",
+    "precision.preset": "mixed_precision",
+    "precision.ignore_classes": "mixed_precision._module_classes_to_ignore",
+    "precision": "mixed_precision",
+    "wrap": "auto_wrap_policy",
+    "sharding": "sharding_strategy",
+}
+"""Arguments by the paths of the settings that they become; the longest path comes first."""
+_NAMES = "|".join(map(re.escape, _ARGUMENTS))
+_TYPED = re.compile(rf"\bShardConfig\.({_NAMES})\b")
+_DOTTED = re.compile(rf"(?<![\w.'\"])({'|'.join(re.escape(path) for path in _ARGUMENTS if '.' in path)})\b")
+_PREFIX = re.compile(r"\bShardConfig[.:] ?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +167,7 @@ def translate_arguments(
     # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as in a DeviceMesh.
     groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
     mesh = groups if groups is not None else device_mesh
-    with in_words_of_torch() if config is None else contextlib.nullcontext():
+    with _in_words_of_torch() if config is None else nullcontext():
         settings = ShardConfig.from_dict(base)
     return Translated(settings, policy, init_fn, check_fn, modules, params, mesh)
 
@@ -180,3 +204,19 @@ def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
 def _set(section: dict[str, Any], name: str, value: Any) -> None:
     if value is not None:
         section[name] = value
+
+
+@contextmanager
+def _in_words_of_torch() -> Iterator[None]:
+    """Raise a ConfigError again with the names of arguments in place of the paths of settings."""
+    try:
+        yield
+    except ConfigError as error:
+        path = str(error.context.get("config", ""))
+        message = _PREFIX.sub("", _DOTTED.sub(_argument, _TYPED.sub(_argument, error.message)))
+        context = {**error.context, "config": re.sub(rf"^({_NAMES})\b", _argument, path)}
+        raise type(error)(message, **context) from None
+
+
+def _argument(match: re.Match[str]) -> str:
+    return _ARGUMENTS[match[1]]

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from mmfsdp.basics.optimizer_forms import STATE
+from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError, UnsupportedCallError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
@@ -18,7 +21,6 @@ from mmfsdp.state import named_optimizer
 from mmfsdp.state.model import is_first_rank
 from mmfsdp.state.optimizer import gathered, optim_state_to_load, sharded_by_name
 from mmfsdp.state.sending import send_optim_state
-from mmfsdp.torch_style.sharded_tensors import without_sharded_tensors
 from mmfsdp.torch_style.state_dict_types import get_state_dict_type, on_cpu
 
 __all__ = [
@@ -267,7 +269,7 @@ def _checked(model: nn.Module, group: dist.ProcessGroup | None = None) -> Sharde
 
 
 def _to_load(state: ShardedModel, optim: Optimizer, state_dict: Any, *, from_rank0: bool = False) -> dict[str, Any]:
-    own = send_optim_state(state_dict, state) if from_rank0 else without_sharded_tensors(state_dict, state)
+    own = send_optim_state(state_dict, state) if from_rank0 else _without_sharded_tensors(state_dict, state)
     return optim_state_to_load(state, optim, own)
 
 
@@ -276,3 +278,41 @@ def _on_cpu(sharded: Mapping[str, Any]) -> dict[str, Any]:
         **sharded,
         "state": {name: on_cpu(entries) for name, entries in sharded["state"].items()},
     }
+
+
+def _without_sharded_tensors(state_dict: Any, state: ShardedModel) -> Any:
+    """Return an optimizer's state without ShardedTensors. Collective if it has any: every rank.
+
+    torch splits them over all ranks of the world along dimension 0. If the model is sharded in the same way, each rank
+    keeps its part; otherwise they are gathered.
+
+    Args:
+        state_dict: The state. Not changed.
+        state: The model's state.
+    """
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(STATE), Mapping):
+        return state_dict
+    same = state.mesh.ndim == 1 and state.mesh.size() == dist.get_world_size()
+    values = {
+        name: {key: _converted(value, state, same) for key, value in entries.items()}
+        for name, entries in state_dict[STATE].items()
+    }
+    return {**state_dict, STATE: values}
+
+
+def _converted(value: Any, state: ShardedModel, same: bool) -> Any:
+    if not (isinstance(value, torch.Tensor) and hasattr(value, "local_shards")):
+        return value
+    shape = value.size()
+    shards = value.local_shards()
+    if same:
+        local = shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, state.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    whole = torch.zeros(shape, dtype=value.dtype, device=shards[0].tensor.device if shards else state.mesh.device_type)
+    for shard in shards:
+        offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = shard.tensor
+    with Waiting("gathering the shards of an optimizer's state"):
+        dist.all_reduce(whole)
+    return whole

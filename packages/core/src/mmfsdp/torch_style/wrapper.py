@@ -23,7 +23,6 @@ from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import LoadReport
 from mmfsdp.torch_style import optimizer_states, sharded_modules, state_dict_types, summoning
 from mmfsdp.torch_style.arguments import translate_arguments
-from mmfsdp.torch_style.nested_wrappers import load_from_outside
 from mmfsdp.torch_style.state_dict_types import default_state_dict_type, on_cpu
 from mmfsdp.torch_style.static_methods import instance_or_static
 
@@ -76,7 +75,7 @@ class FullyShardedDataParallel(nn.Module):
             self.module = sharded
             find_sharded_model(sharded).alias(self)
             default_state_dict_type(self)
-            load_from_outside(self)
+            _load_from_outside(self)
 
     @property
     def plan(self) -> ShardPlan:
@@ -241,3 +240,25 @@ def _with_torch_fsdp(cls: type) -> type:
     if cls not in _flat_classes:
         _flat_classes[cls] = type(cls.__name__, (cls, torch_fsdp.FullyShardedDataParallel), {"__doc__": cls.__doc__})
     return _flat_classes[cls]
+
+
+def _load_from_outside(wrapper: nn.Module) -> None:
+    """Make the state dicts of modules around a wrapper loadable. Not collective; such a load is collective.
+
+    torch loads module by module, and copies each value into its parameter. It looks for the wrapped module's values
+    under ``module.``, and cannot copy whole tensors into DTensors. Therefore the wrapper loads its values first, and
+    hands torch the parameters' own.
+
+    Args:
+        wrapper: A wrapper with the module under ``module``; not one of engine ``fsdp1``, which torch loads into.
+    """
+    wrapper.register_load_state_dict_pre_hook(_load)
+
+
+def _load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    own = {key.removeprefix(prefix): state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)}
+    load_model_state_dict(wrapper, own, strict=False)
+    loaded = find_sharded_model(wrapper).module.state_dict()
+    for key, value in own.items():
+        fits = key in loaded and isinstance(value, torch.Tensor) and value.shape == loaded[key].shape
+        state_dict[f"{prefix}module.{key}"] = loaded[key] if fits else value  # torch reports what does not fit

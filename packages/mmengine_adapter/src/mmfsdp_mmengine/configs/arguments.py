@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,10 +14,10 @@ import torch.nn as nn
 from mmengine.config import ConfigDict
 from torch.distributed.fsdp import StateDictType
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.torch_style import ARGUMENTS, advice_for_argument
-from mmfsdp_mmengine.configs.checkpoint_wrappers import policy_settings, wrapper_settings
 from mmfsdp_mmengine.configs.meshes import build_group, build_mesh
 from mmfsdp_mmengine.configs.named_functions import build_check_fn, build_function, build_policy
 from mmfsdp_mmengine.configs.unknown import refuse_unknown
@@ -53,6 +54,14 @@ _ELSEWHERE = {
 """Messages about arguments that belong elsewhere in a config."""
 
 _KINDS: dict[str, Literal["full", "local", "sharded"]] = {"FULL": "full", "LOCAL": "local", "SHARDED": "sharded"}
+
+_PATH = "activation_checkpointing.checkpoint_wrapper_fn"
+_SETTINGS = ("preserve_rng_state", "use_reentrant", "early_stop", "determinism_check")
+_SETTINGS_INSTEAD = "Use mode, save_ops, offload and use_reentrant instead."
+_INSTEAD = {
+    "offload_wrapper": "To move what is kept to the CPU, write dict(check_fn=..., offload=True).",
+    "context_fn": "To keep the results of some operators, write dict(mode='ops', save_ops=[...]).",
+}
 
 
 def plain(value: Any) -> Any:
@@ -142,11 +151,11 @@ def activation_arguments(value: Any, module: nn.Module) -> Any:
     settings: dict[str, Any] = plain(value)
     wrapper = settings.pop("checkpoint_wrapper_fn", None)
     if wrapper is not None:
-        settings = {**wrapper_settings(wrapper), **settings}
+        settings = {**_wrapper_settings(wrapper), **settings}
     policy = settings.pop("auto_wrap_policy", None)
     if policy is not None:
         settings.pop("check_fn", None)
-        settings |= {"mode": "selective", **settings, **policy_settings(policy, module)}
+        settings |= {"mode": "selective", **settings, **_policy_settings(policy, module)}
     elif "check_fn" in settings:
         settings["check_fn"] = build_check_fn(settings["check_fn"])
         settings.setdefault("mode", "selective")
@@ -231,3 +240,59 @@ def _without_type(value: dict[str, Any], expected: str, argument: str) -> dict[s
     if name.rpartition(".")[2] != expected:
         raise ConfigError(f"{argument} must be a {expected}, got a {name!r}.", config=argument)
     return value
+
+
+def _wrapper_settings(wrapper: Any) -> dict[str, Any]:
+    """Return the settings that a ``checkpoint_wrapper_fn`` stands for.
+
+    Args:
+        wrapper: torch's ``checkpoint_wrapper`` or its name, or a ``functools.partial`` of it with ``checkpoint_impl``
+            and arguments of ``torch.utils.checkpoint.checkpoint``.
+
+    Raises:
+        ConfigError: It is another function, or binds an argument that no setting stands for.
+    """
+    bound: dict[str, Any] = {}
+    while isinstance(wrapper, functools.partial):
+        bound = {**wrapper.keywords, **bound}
+        if wrapper.args:
+            raise _refused(f"binds the positional arguments {wrapper.args!r}", "Bind them by name.")
+        wrapper = wrapper.func
+    name = getattr(wrapper, "__name__", wrapper)
+    if name != "checkpoint_wrapper":
+        raise _refused(f"{name!r} cannot be used", _INSTEAD.get(str(name), _SETTINGS_INSTEAD))
+    settings = {}
+    impl = bound.pop("checkpoint_impl", None)
+    if impl is not None:
+        settings["use_reentrant"] = _is_reentrant(impl)
+    if bound.get("checkpoint_fn") in (None, checkpoint):
+        bound.pop("checkpoint_fn", None)
+    for key, value in bound.items():
+        if key not in _SETTINGS:
+            raise _refused(f"binds {key}={value!r}", _INSTEAD.get(key, f"It may bind {', '.join(_SETTINGS)}."))
+        settings[key] = value
+    return settings
+
+
+def _policy_settings(policy: Any, module: nn.Module) -> dict[str, Any]:
+    """Return the settings that ``auto_wrap_policy`` of ``apply_activation_checkpointing`` stands for.
+
+    Args:
+        policy: What the wrapper's ``auto_wrap_policy`` may be. Not changed.
+        module: The model, in which named classes are looked up.
+    """
+    found = build_policy(policy, module, "activation_checkpointing.auto_wrap_policy")
+    return {"modules" if isinstance(found, Mapping) else "check_fn": found}
+
+
+def _is_reentrant(impl: Any) -> bool:
+    name = str(getattr(impl, "name", impl)).rpartition(".")[2].upper()
+    if name not in ("REENTRANT", "NO_REENTRANT"):
+        raise _refused(f"binds checkpoint_impl={impl!r}", "Accepted: the members of CheckpointImpl.")
+    return name == "REENTRANT"
+
+
+def _refused(what: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{_PATH} {what}: mmfsdp does not wrap modules, which lets parameters keep their names. {instead}", config=_PATH
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import os
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from mmfsdp_mmengine.hooks.looped_saves import LoopedSaves
 from mmfsdp_mmengine.hooks.named_saves import NamedSaves
 from mmfsdp_mmengine.hooks.node_saves import NodeSaves
 from mmfsdp_mmengine.hooks.output import Output
-from mmfsdp_mmengine.hooks.validation_due import validation_follows
 from mmfsdp_mmengine.optimizers.binding import waiting_gradients
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
@@ -177,7 +177,7 @@ class CheckpointHook(NamedSaves):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save if the interval says so, or as much time has passed; leave after a signal."""
-        self._validates = validation_follows(runner, runner.iter + 1)
+        self._validates = _validation_follows(runner, runner.iter + 1)
         super().after_train_iter(runner, batch_idx, data_batch, outputs)
         # Gradients that wait for more iterations are not saved.
         if self._saves is not None and waiting_gradients(runner.optim_wrapper) is None:
@@ -222,3 +222,20 @@ def _own_arguments() -> Mapping[str, inspect.Parameter]:
 
 
 replace_stock(HOOKS, CheckpointHook)
+
+
+def _validation_follows(runner: Any, done: int) -> bool:
+    """Return whether a loop over iterations validates after this one, as MMEngine's `IterBasedTrainLoop` decides.
+
+    Loops over epochs validate at the end of an epoch, which a run that is resumed within it reaches by itself.
+
+    Args:
+        runner: The runner, while it trains.
+        done: How many iterations are done.
+    """
+    loop = runner.train_loop
+    if runner.val_loop is None or not all(hasattr(loop, name) for name in ("dataloader_iterator", "val_interval")):
+        return False
+    milestones, intervals = getattr(loop, "dynamic_milestones", [0]), getattr(loop, "dynamic_intervals", None)
+    interval = loop.val_interval if intervals is None else intervals[bisect.bisect(milestones, done + 1) - 1]
+    return bool(done >= loop.val_begin and (done % interval == 0 or done == loop.max_iters))

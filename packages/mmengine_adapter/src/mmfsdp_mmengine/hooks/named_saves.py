@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 
 from mmfsdp_mmengine.checkpoints.hashed_files import publish
-from mmfsdp_mmengine.hooks.best_saves import BestBefore, SavesElsewhere, bare_runner
 from mmfsdp_mmengine.hooks.ema import EMAHook
-from mmfsdp_mmengine.hooks.late_removals import RemovesLater
 from mmfsdp_mmengine.hooks.looped_saves import LoopedSaves, Request
 
 __all__ = ["NamedSaves"]
+
+_INFOS = ("best_score", "best_ckpt")
 
 
 class NamedSaves(mmengine.hooks.CheckpointHook):
@@ -51,7 +51,7 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
             with self._saving(meta):
                 super()._save_checkpoint_with_step(runner, step, meta)
             return
-        runner = bare_runner(runner)
+        runner = _bare_runner(runner)
         is_again = self.max_keep_ckpts > 0 and [*self.keep_ckpt_ids][-1:] == [step]
         if self._saves.skips and not is_again:
             return
@@ -107,7 +107,7 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
     def _save_best_checkpoint(self, runner: Any, metrics: Mapping[str, Any]) -> None:
         if not self.save_best or not hasattr(self, "file_backend"):
             return  # validation without training: there is nothing to save
-        before, saves = BestBefore(self, runner.message_hub), self._saves
+        before, saves = _BestBefore(self, runner.message_hub), self._saves
 
         def save(out_dir: str, filename: str, **settings: Any) -> None:
             path = self.file_backend.join_path(out_dir, filename)
@@ -116,12 +116,12 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
                 before.restore(filename)
 
         with self._saving({"epoch": runner.epoch, "iter": runner.iter}):
-            super()._save_best_checkpoint(runner if saves is None else SavesElsewhere(runner, save), metrics)
+            super()._save_best_checkpoint(runner if saves is None else _SavesElsewhere(runner, save), metrics)
 
     @contextmanager
     def _saving(self, meta: Mapping[str, Any]) -> Iterator[None]:
         backend, outer = self.file_backend, self._meta
-        later = backend if isinstance(backend, RemovesLater) else RemovesLater(backend)
+        later = backend if isinstance(backend, _RemovesLater) else _RemovesLater(backend)
         self.file_backend = later
         if outer is None:  # saving the best one saves the last one again, with a dict that has changed meanwhile
             self._meta = {name: meta[name] for name in ("epoch", "iter")}
@@ -145,3 +145,80 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
 
 def _name_of(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+class _SavesElsewhere:
+    """A runner whose ``save_checkpoint`` is another function.
+
+    Args:
+        runner: The runner.
+        save: The function, with the same arguments.
+    """
+
+    def __init__(self, runner: Any, save: Callable[..., None]) -> None:
+        self.bare, self.save_checkpoint = runner, save
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bare, name)
+
+
+def _bare_runner(runner: Any) -> Any:
+    """Return the runner that a `_SavesElsewhere` stands for; any other as it is."""
+    return runner.bare if isinstance(runner, _SavesElsewhere) else runner
+
+
+class _BestBefore:
+    """What a hook knows of the best checkpoints, to go back to.
+
+    Args:
+        hook: MMEngine's hook.
+        hub: The runner's message hub.
+    """
+
+    def __init__(self, hook: Any, hub: Any) -> None:
+        self._hook, self._hub = hook, hub
+        self._infos = {name: value for name, value in hub.runtime_info.items() if name.startswith("best_")}
+        self._path = getattr(hook, "best_ckpt_path", None)
+        self._paths = dict(getattr(hook, "best_ckpt_path_dict", {}))
+
+    def restore(self, filename: str) -> None:
+        """Forget the best checkpoint of this name, which is not there."""
+        now: Mapping[str, str | None] = getattr(self._hook, "best_ckpt_path_dict", {})
+        several = [key for key, path in now.items() if path is not None and path.endswith(filename)]
+        for key in several:
+            self._hook.best_ckpt_path_dict[key] = self._paths.get(key)
+        if not now:
+            self._hook.best_ckpt_path = self._path
+        for info in [f"{kind}_{key}" for key in several for kind in _INFOS] if now else _INFOS:
+            self._hub.runtime_info.pop(info, None)
+            if info in self._infos:
+                self._hub.update_info(info, self._infos[info])
+
+
+class _RemovesLater:
+    """Another file backend, whose removals are postponed until `remove_now`.
+
+    Args:
+        backend: MMEngine's file backend.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._removals: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def remove(self, path: str) -> None:
+        """Postpone the removal of a file."""
+        self._removals.append(("remove", str(path)))
+
+    def rmtree(self, path: str) -> None:
+        """Postpone the removal of a directory."""
+        self._removals.append(("rmtree", str(path)))
+
+    def remove_now(self, keep: set[str]) -> None:
+        """Do what was postponed, except for some paths."""
+        for action, path in self._removals:
+            if path not in keep:
+                getattr(self._backend, action)(path)

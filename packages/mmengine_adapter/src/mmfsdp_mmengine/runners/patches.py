@@ -18,8 +18,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from inspect import getattr_static
 from typing import Any
@@ -46,7 +47,6 @@ from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.processes.distributed import start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
-from mmfsdp_mmengine.runners.ignored import warn_of_ignored
 from mmfsdp_mmengine.runners.runner import let_shard
 from mmfsdp_mmengine.runners.uneven_batches import check_batches, check_coming_validation
 from mmfsdp_mmengine.runners.workers import with_patient_workers
@@ -103,7 +103,7 @@ def _setup_env(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_model(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def wrap_model(self: Runner, model_wrapper_cfg: Any, model: nn.Module) -> nn.Module:
-        warn_of_ignored(self)
+        _warn_of_ignored(self)
         name = ours_for((model_wrapper_cfg or {}).get("type"))
         if self.distributed:
             check_known(model_wrapper_cfg, MODEL_WRAPPERS, "model_wrapper_cfg")
@@ -128,7 +128,7 @@ def _init(stock: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("cfg") is not None:
             kwargs.setdefault("compile", kwargs["cfg"].get("compile", False))
         stock(self, *args, **kwargs)
-        warn_of_ignored(self)
+        _warn_of_ignored(self)
         if isinstance(self.strategy, CheckpointingStrategy):
             check_runner(self)
             self.build_dataloader = with_patient_workers(self.build_dataloader)
@@ -246,3 +246,46 @@ def _pretty_text(self: Config) -> str:
         return str(stock(self))
     except SyntaxError:
         return str(stock(Config(named(self.to_dict()))))
+
+
+def _warn_of_ignored(runner: Runner | FlexibleRunner) -> None:
+    """Log what of a runner's config is ignored, though it names a strategy or wrapper that shards. Not collective.
+
+    Args:
+        runner: A runner whose logger is built.
+    """
+    for warning in _warnings(runner, runner.cfg or {}):
+        runner.logger.warning(warning)
+
+
+def _warnings(runner: Runner | FlexibleRunner, config: Any) -> Iterator[str]:
+    if isinstance(runner, FlexibleRunner):
+        if _names(config.get("model_wrapper_cfg"), "MMFullyShardedDataParallel") and not _shards(config):
+            yield (
+                "FlexibleRunner ignores model_wrapper_cfg, so the model is not sharded. Write "
+                "strategy=dict(type='FSDPStrategy', model_wrapper=dict(...)), or use the plain Runner."
+            )
+        return
+    wrapped = _names(config.get("model_wrapper_cfg"), "MMFullyShardedDataParallel")
+    if _shards(config) and not wrapped:
+        yield (
+            "The plain Runner ignores strategy, so the model is not sharded. Write runner_type='FlexibleRunner', and "
+            "start a script that reads it, as OpenMMLab's tools/train.py does; or write model_wrapper_cfg="
+            "dict(type='MMFullyShardedDataParallel', ...) instead of strategy."
+        )
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if wrapped and not runner.distributed and ranks != "1":
+        yield (
+            f"launcher is 'none', so each of the {ranks} processes trains the whole model by itself and writes the "
+            "same files. Write launcher='pytorch', or start OpenMMLab's tools/train.py with --launcher pytorch."
+        )
+
+
+def _shards(config: Any) -> bool:
+    return _names(config.get("strategy"), "FSDPStrategy")
+
+
+def _names(setting: Any, name: str) -> bool:
+    """Whether the setting's type is a class of ours, or its name in any scope."""
+    kind = ours_for(setting.get("type")) if hasattr(setting, "get") else None
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2] == name

@@ -12,16 +12,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.dtypes import is_floating_point, to_torch
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
+from mmfsdp.planning.compiled import is_compiled
 from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
+from mmfsdp.planning.policies import own_parameters
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.casting import compute_in_full_precision
 from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
 from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
 from mmfsdp.sharding.compiling import compile_unit
-from mmfsdp.sharding.engines.calling import called_parts, keep_class_name
 from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot
 
 __all__ = ["Fsdp2Engine"]
@@ -65,7 +68,7 @@ class Fsdp2Engine:
             # Preparing a unit may replace parameters, so look them up again. Keep no others: sharding frees them.
             ignored = {model.get_parameter(param.fqn) for param in plan.ignored_params}
             units = [model.get_submodule(fqn) for fqn in unit.fqns]
-            modules = units if unit.is_root else [part for module in units for part in called_parts(module)]
+            modules = units if unit.is_root else [part for module in units for part in _called_parts(module)]
             first_called[unit.fqn] = modules[0]
             if unit.precision.full_precision:
                 for module in modules:
@@ -82,7 +85,7 @@ class Fsdp2Engine:
             check_private_names(modules[0])  # type: ignore[arg-type] # its class has changed
             mend_unit(modules)
             for module in modules:
-                keep_class_name(module)
+                _keep_class_name(module)
         _set_prefetching(model, plan, first_called)
         return model
 
@@ -126,3 +129,49 @@ def _set_prefetching(model: nn.Module, plan: ShardPlan, first_called: dict[str, 
         if plan.backward_prefetch != "pre":
             # 'pre' is the default of fully_shard. A list of only the module itself leaves nothing to gather ahead.
             module.set_modules_to_backward_prefetch([module])
+
+
+def _called_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the modules whose calls begin and end the use of a unit's parameters.
+
+    That is the unit's module, unless it is an ``nn.Sequential`` that is not compiled: vision models often iterate over
+    one (``for layer in self.layers``) and never call it. Its children are called either way.
+
+    Args:
+        module: A module of a unit; all units below it are sharded already.
+    """
+    if not _only_holds(module) or is_compiled(module):
+        return [module]
+    return list({id(part): part for part in _parts(module)}.values()) or [module]
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Return whether a module has no parameters of its own, and only calls its children in turn or is never called."""
+    runs_in_turn = type(module).forward is nn.Sequential.forward
+    return (runs_in_turn or not has_forward(module)) and not own_parameters(module)
+
+
+def _parts(container: nn.Module) -> list[nn.Module]:
+    parts = []
+    for child in container.children():
+        if isinstance(child, FSDPModule):
+            continue
+        if _only_holds(child):
+            parts += _parts(child)
+        elif any(not isinstance(param, DTensor) for param in child.parameters()):
+            parts.append(child)
+    return parts
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Give the class that ``fully_shard`` made the name of the original, for imports and messages.
+
+    transformers uses ``str(type(model))`` to look up which outputs, such as hidden states, a model can record.
+
+    Args:
+        module: A module that was just sharded.
+    """
+    sharded = type(module)
+    original = sharded.__mro__[2]  # torch makes it as class FSDPName(FSDPModule, Name)
+    sharded.__module__, sharded.__qualname__ = original.__module__, original.__qualname__
+    sharded.__name__ = original.__name__
