@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mmfsdp
 from mmfsdp.checkpoint import convert, merge_lora
+from mmfsdp.errors import ConfigError
 from mmfsdp.testing import run_ranks
 
 TEXT: dict[str, Any] = {
@@ -40,6 +41,29 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                "head_dim": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 12,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "patch_size": 14,
+                "out_hidden_size": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {
@@ -59,6 +83,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+FILLED = ("mixtral", "qwen3_moe", "qwen2_vl", "llava")
+
+
 def built(name: str) -> Any:
     model_class = getattr(transformers, MODELS[name][0])
     return model_class(model_class.config_class(**MODELS[name][1]))
@@ -72,7 +99,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def fill(rank: int, folder: str) -> dict[str, tuple[torch.Tensor, bool]]:
     found = {}
-    for name in MODELS:
+    for name in FILLED:
         for kind in KINDS if name == "mixtral" else ["fsdp2"]:
             torch.manual_seed(1)
             model = mmfsdp.shard(built(name), {**KINDS[kind], "wrap": {"kind": "size", "min_num_params": 1000}})
@@ -88,7 +115,8 @@ def fill(rank: int, folder: str) -> dict[str, tuple[torch.Tensor, bool]]:
 
 def test_models_are_filled_and_written_as_transformers_does(tmp_path: Path) -> None:
     truth = {}
-    for name, (model_class, _) in MODELS.items():
+    for name in FILLED:
+        model_class = MODELS[name][0]
         torch.manual_seed(0)
         built(name).save_pretrained(tmp_path / name)
         truth[name] = logits(getattr(transformers, model_class).from_pretrained(tmp_path / name))
@@ -110,6 +138,28 @@ def test_models_are_filled_and_written_as_transformers_does(tmp_path: Path) -> N
             torch.testing.assert_close(computed, truth[name], msg=f"{case} {kind}")
             again = load_file(f"{out}_{kind}/model.safetensors")
             assert kind == "in_memory" or {*again} == {*written}, (case, kind)
+
+
+def fill_from_transposed(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
+    model = mmfsdp.shard(built("qwen3_vl_moe"), {"wrap": {"kind": "size", "min_num_params": 1000}})
+    assert mmfsdp.load_pretrained(model, folder).clean
+    with pytest.raises(ConfigError) as raised:
+        mmfsdp.save_checkpoint(f"{folder}_again", model, kind="hf", like=folder)
+    return mmfsdp.model_state_dict(model, rank0_only=False), str(raised.value)
+
+
+def test_experts_that_files_hold_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE is published; they are not written so."""
+    torch.manual_seed(0)
+    folder = tmp_path / "hub"
+    built("qwen3_vl_moe").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in weights.items()}
+    save_file(turned, folder / "model.safetensors")
+    want = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(folder).state_dict()
+    for found, said in run_ranks(fill_from_transposed, 2, str(folder)):
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+        assert "give a folder without weights as 'like'" in said
 
 
 ADAPTED = {"qwen2_vl": ["q_proj", "v_proj", "proj"], "llava": ["q_proj", "fc1"], "mixtral": ["o_proj"]}

@@ -166,12 +166,17 @@ def _one_per_place(source: Source) -> dict[str, LazyTensor]:
 
 def _converted(state: ShardedModel, weights: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the weights as transformers converts them for its model, if that fills more of the model."""
-    filled = count_filled(weights, state)
-    if filled == len(names_of_params(state)):
+    own = own_shapes(state)
+
+    def rate(given: Mapping[str, TensorEntry]) -> int:
+        spelt = under_own_names(given, state)
+        return count_filled([name for name, entry in spelt.items() if entry.shape == own.get(name)], state)
+
+    filled = rate(weights)
+    if filled == len(names_of_params(state)) or (model := model_on_meta(state.module)) is None:
         return weights
-    model = model_on_meta(state.module)
-    converted = None if model is None else as_in_memory(model, weights)
-    return weights if converted is None or count_filled(converted, state) <= filled else converted
+    converted = as_in_memory(model, weights)
+    return weights if converted is None or rate(converted) <= filled else converted
 
 
 def _checked(
