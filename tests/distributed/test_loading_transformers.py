@@ -162,6 +162,28 @@ def test_experts_that_files_hold_transposed(tmp_path: Path) -> None:
         assert "give a folder without weights as 'like'" in said
 
 
+RECIPES = {
+    "mixtral": "hf-mixtral-to-stacked",
+    "qwen2_vl": "hf-qwen-vl-to-memory",
+    "qwen3_moe": "hf-qwen-moe-to-stacked",
+    "llava": "hf-llava-to-memory",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_do_what_transformers_does(name: str, tmp_path: Path) -> None:
+    built(name).save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub/model.safetensors"
+    if name == "llava":  # as it is published
+        weights = load_file(file)
+        save_file({each.replace("tower.", "tower.vision_model."): weights[each] for each in weights}, file)
+    want = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "hub").state_dict()
+    convert(file, tmp_path / "made.safetensors", recipe=RECIPES[name])
+    made = load_file(tmp_path / "made.safetensors")
+    assert {*made} == {*want}
+    assert all(torch.equal(made[each], want[each]) for each in want)
+
+
 ADAPTED = {"qwen2_vl": ["q_proj", "v_proj", "proj"], "llava": ["q_proj", "fc1"], "mixtral": ["o_proj"]}
 
 

@@ -125,6 +125,28 @@ def transformers_5_models() -> None:
 
     model = library.Qwen2MoeForCausalLM(library.Qwen2MoeConfig(**LLAMA, **EXPERTS))
     write("hf-qwen-moe-stacked", library, model.state_dict())
+    from transformers.core_model_loading import revert_weight_conversion
+
+    text = {**LLAMA, "tie_word_embeddings": False}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    qwen = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14}
+    clip = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    clip |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    models = {
+        "mixtral": library.MixtralForCausalLM(library.MixtralConfig(**LLAMA, num_local_experts=3)),
+        "qwen-vl": library.Qwen2VLForConditionalGeneration(
+            library.Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=qwen)
+        ),
+        "llava": library.LlavaForConditionalGeneration(
+            library.LlavaConfig(text_config={**text, "model_type": "llama"}, vision_config=clip)
+        ),
+    }
+    for name, model in models.items():
+        state = revert_weight_conversion(model, model.state_dict())
+        if name == "llava":  # as transformers 4 wrote it
+            state = {key.replace("vision_tower.", "vision_tower.vision_model."): held for key, held in state.items()}
+        write(f"hf-{name}", library, state)
+        write(f"hf-{name}-in-memory", library, model.state_dict())
 
 
 if __name__ == "__main__":

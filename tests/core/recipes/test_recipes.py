@@ -24,6 +24,9 @@ PAIRS = [
     ("mmdet-detr", "mmdet-detr-to-hf-resnet", "hf-detr"),
     ("hf-llama", "hf-llama-to-fused", "hf-phi3"),
     ("hf-qwen-moe", "hf-qwen-moe-to-stacked", "hf-qwen-moe-stacked"),
+    ("hf-mixtral", "hf-mixtral-to-stacked", "hf-mixtral-in-memory"),
+    ("hf-qwen-vl", "hf-qwen-vl-to-memory", "hf-qwen-vl-in-memory"),
+    ("hf-llava", "hf-llava-to-memory", "hf-llava-in-memory"),
 ]
 HEADS = {"heads": 4, "kv_heads": 2}
 
