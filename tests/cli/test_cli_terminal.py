@@ -71,6 +71,18 @@ SCREENS = {
 }
 
 
+@pytest.mark.sample(
+    "dry run-80",
+    "formats-80",
+    "tree-80",
+    "diff-80",
+    "inspect-80",
+    "help of convert-80",
+    "verify-80",
+    "one tensor-80",
+    "error-80",
+    "usage-120",
+)
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_fits_and_words_are_whole(folder: Path, screen: str, columns: int) -> None:

@@ -199,6 +199,14 @@ def test_weights_are_restored(kind: str, tmp_path: Path) -> None:
 KINDS = ["fp8", "fp8_tensor", "fp8_channel"]
 
 
+@pytest.mark.sample(
+    "fp8-fp8_channel-bf16",
+    "fp8_channel-fp8_tensor-None",
+    "fp8_tensor-fp8-bf16",
+    "fp8-fp8-None",
+    "fp8_tensor-fp8_tensor-bf16",
+    "fp8_channel-fp8_channel-None",
+)
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", KINDS)

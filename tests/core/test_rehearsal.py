@@ -334,6 +334,7 @@ MIXED = {
 }
 
 
+@pytest.mark.sample("norm", "linear", "index_add")
 @pytest.mark.parametrize("compute", MIXED.values(), ids=MIXED)
 def test_a_step_that_fails_because_of_a_buffer_says_how_to_cast_it(compute: Any) -> None:
     """As in training, and it runs where training does."""

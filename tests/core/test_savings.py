@@ -106,6 +106,7 @@ def test_shards_in_cpu_memory_are_a_saving_if_they_are_most_of_the_peak() -> Non
         assert not any("cpu_offload" in saving.settings for saving in found)
 
 
+@pytest.mark.exhaustive
 def test_gradients_may_be_reduced_with_each_micro_batch() -> None:
     model, batch = on_meta(depth=4)
     config = {"wrap": BLOCKS, "precision": "bf16"}

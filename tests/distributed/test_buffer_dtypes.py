@@ -69,6 +69,7 @@ def through_all(rank: int, world_size: int, engine: str, folder: str) -> list[li
     return found
 
 
+@pytest.mark.sample("2-fsdp1")
 @pytest.mark.parametrize(("world_size", "engine"), [(2, "fsdp2"), (4, "fsdp2"), (2, "fsdp1")])
 def test_every_dtype(tmp_path: Path, world_size: int, engine: str) -> None:
     """Fails if a tensor is broadcast as it is: "Invalid scalar type"."""

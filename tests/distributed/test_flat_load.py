@@ -95,6 +95,7 @@ def loaded(rank: int, folder: Path, wrapper: dict[str, Any]) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample("FULL_SHARD-False", "NO_SHARD-True", "SHARD_GRAD_OP-True")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_all_layouts(tmp_path: Path, strategy: str, use_orig_params: bool) -> None:

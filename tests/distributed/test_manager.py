@@ -715,7 +715,7 @@ def train_normed(rank: int, folder: str | None, end: int, config: dict[str, Any]
     return {**mmfsdp.model_state_dict(model, rank0_only=False), "mine": model.norm.running_mean.clone()}
 
 
-@pytest.mark.sample("fsdp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_buffers_that_differ_between_ranks_continue_on_each(engine: str, tmp_path: Path) -> None:
     """A checkpoint holds the first rank's buffers; the others would go on with them."""

@@ -68,6 +68,7 @@ def converted(folder: Path, name: str, kind: str, target: Path) -> list[Path]:
     return [source, *made.values()]
 
 
+@pytest.mark.sample("muon-full", "soap-sharded", "soap-local")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_every_conversion_is_the_same_for_diff(name: str, kind: str, saved: Any, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def planned(plan: ShardPlan) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sample("two", "one")
 @pytest.mark.parametrize("case", ["one", "two", "four", "hybrid", "replicated"])
 def test_the_plan_counts_what_a_step_does(case: str) -> None:
     ranks, config = CONFIGS[case]

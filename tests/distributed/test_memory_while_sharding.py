@@ -95,6 +95,7 @@ def whole_bytes_alive(rank: int, config: dict[str, Any], meta: bool, tied: bool)
     return preparer.alive, still_tied and not bias.is_meta
 
 
+@pytest.mark.sample("fsdp2-meta", "fsdp1-real", "bfloat16-meta", "offload-real", "replicate-real")
 @pytest.mark.parametrize("meta", [True, False], ids=["meta", "real"])
 @pytest.mark.parametrize(
     ("world_size", "config"),

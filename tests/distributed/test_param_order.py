@@ -137,7 +137,7 @@ def load(rank: int, config: dict[str, Any], folder: str) -> None:
                 torch.testing.assert_close(value, wanted["state_dict"][name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sample("fsdp2", "fsdp1-flat")
+@pytest.mark.sample("fsdp1-flat")
 @pytest.mark.parametrize("case", CONFIGS)
 def test_positions_are_those_of_the_unsharded_model(case: str, tmp_path: Path) -> None:
     config = CONFIGS[case]

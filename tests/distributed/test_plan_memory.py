@@ -119,6 +119,7 @@ def gathered(rank: int, config: dict[str, Any]) -> tuple[Counter[str], mmfsdp.pl
     return most, estimate_memory(find_sharded_model(model).plan, "sgd-momentum", rank)
 
 
+@pytest.mark.sample("{}", "{'sharding': 'NO_SHARD'}", "{'prefetch': {'forward': 2}}", "{'wrap': 'none'}")
 @pytest.mark.parametrize(
     "config",
     [

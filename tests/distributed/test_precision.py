@@ -93,6 +93,7 @@ def fp16_curve(rank: int, engine: str, scaler: str, name: str) -> tuple[list[flo
     return scales, [loss for loss, _ in curve], steps
 
 
+@pytest.mark.sample("fsdp2-torch-Attention", "fsdp1-ours-Tied", "replicate-ours-Tied", "fsdp1-sharded-Attention")
 @pytest.mark.parametrize(
     ("engine", "scaler", "name"),
     [

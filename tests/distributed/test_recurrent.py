@@ -36,7 +36,7 @@ class Tagger(nn.Module):
         return found
 
 
-@pytest.mark.sample("in the root-fsdp2", "a unit-fsdp1")
+@pytest.mark.sample("in the root-fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
 @pytest.mark.parametrize("patterns", [["cells"], ["stem"]], ids=["a unit", "in the root"])
 def test_it_trains(engine: str, patterns: list[str]) -> None:

@@ -217,6 +217,7 @@ def all_of_them(rank: int, name: str) -> None:
         function(rank, name)
 
 
+@pytest.mark.sample("fsdp2", "fsdp1-flat")
 @pytest.mark.parametrize("name", ENGINES)
 def test_state_dict_types(name: str) -> None:
     """All in one call, because worlds start slowly; the trace names the function that failed."""

@@ -76,6 +76,7 @@ def test_parts_of_the_world_train_at_once_as_ddp_does(config: dict[str, Any]) ->
         assert max(found) < 1e-6
 
 
+@pytest.mark.sample("fsdp1-dp slow")
 @pytest.mark.parametrize(
     ("engine", "shape"),
     [("fsdp2", {"pp": 2, "dp": 4}), ("fsdp2", {"dp": 4, "pp": 2}), ("fsdp1", {"dp": 4, "pp": 2})],

@@ -45,6 +45,9 @@ def train_ignoring(rank: int, how: str, engine: str) -> tuple[Any, dict[str, tor
     return curve, {name: param.detach().clone() for name, param in model.named_parameters() if name in names}
 
 
+@pytest.mark.sample(
+    "object-fsdp1", "module-replicate", "module name-fsdp2", "pattern-fsdp1", "scalar-fsdp2", "name-replicate"
+)
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "replicate"])
 @pytest.mark.parametrize("how", HOW)
 def test_ignored_parameters_train_as_if_sharded(how: str, engine: str) -> None:

@@ -73,6 +73,7 @@ def whole(value: Any) -> torch.Tensor:
     return value
 
 
+@pytest.mark.sample("3-fsdp2-2", "4-fsdp1-2")
 @pytest.mark.parametrize(
     ("ranks", "engine", "world_size"),
     [(1, "fsdp2", 2), (3, "fsdp2", 2), ("2x2", "hsdp", 4), (4, "fsdp1", 2), (1, "fsdp1", 2)],

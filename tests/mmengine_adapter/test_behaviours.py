@@ -203,7 +203,7 @@ def compare(rank: int, cls: type[Base], before: Any, wrapper: dict[str, Any]) ->
 
 
 class TestBehaviours:
-    @pytest.mark.sample("fsdp2")
+    @pytest.mark.sample("replicate")
     @pytest.mark.parametrize("engine", list(ENGINES))
     def test_train_and_predict_as_the_unsharded_model(self, engine: str) -> None:
         for found in run_ranks(compared, 2, engine):

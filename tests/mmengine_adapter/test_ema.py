@@ -246,7 +246,7 @@ class TestResume:
                 assert torch.equal(value, again[name]), name
         assert again["steps"] == 8
 
-    @pytest.mark.sample("fsdp2")
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("engine", ["fsdp2", "flat"])
     def test_strict_load_as_stock(self, tmp_path: Path, reference: Any, engine: str) -> None:
         folder, _ = reference

@@ -97,6 +97,7 @@ def built(rank: int, folder: Path, engine: str, form: str) -> dict[str, Any]:
 
 
 class TestBuilt:
+    @pytest.mark.sample("fsdp1-dict", "fsdp2-optimizer", "fsdp2-wrapper")
     @pytest.mark.parametrize("form", ["wrapper", "optimizer", "dict"])
     @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
     def test_objects_are_kept_and_train(self, tmp_path: Path, engine: str, form: str) -> None:

@@ -47,7 +47,7 @@ def in_store(rank: int, folder: Path, kind: str) -> list[Any]:
     return ends
 
 
-@pytest.mark.sample("full")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["local", "full"])
 def test_a_run_in_a_store_goes_on_without_its_disk(tmp_path: Path, kind: str) -> None:
     for whole, left, rest in run_ranks(in_store, 2, tmp_path, kind):

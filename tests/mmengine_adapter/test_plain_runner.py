@@ -116,7 +116,7 @@ def validate_then_train(rank: int, folder: Path, wrapper: dict[str, Any]) -> dic
 
 
 class TestOrder:
-    @pytest.mark.sample("fsdp2")
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("wrapper", [FSDP2, FSDP1], ids=["fsdp2", "fsdp1"])
     def test_training_after_validation_and_amp(self, tmp_path: Path, wrapper: dict[str, Any]) -> None:
         alone = run_ranks(train, 2, tmp_path / "alone", 2, wrapper, ONE_EPOCH)[0]

@@ -16,6 +16,12 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sample(
+    "convert {source} {target}/out.pth --keep all --trust",
+    "verify {source}",
+    "inspect {source}",
+    "diff {source} {other}",
+)
 @pytest.mark.parametrize(
     "command",
     [
