@@ -170,6 +170,7 @@ def test_a_target_in_no_directory_is_told_what_to_do(checkpoint: Path) -> None:
     assert f"the directory '{checkpoint.with_name('nowhere')}' does not exist. Create it first." in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_formats_are_those_that_are_read_and_written(checkpoint: Path) -> None:
     listed = {item["name"]: item for item in json.loads(run("formats", "--json").stdout)}
     assert {"dcp", "rank_local", "torch_legacy", "torch_index", "mmengine_local"} <= {*listed}

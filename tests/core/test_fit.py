@@ -167,7 +167,7 @@ def test_bounds_are_bounds_and_a_search_with_micro_batches_finds_what_trying_eve
         assert found.fits[0].estimate.nbytes <= memory
 
 
-@pytest.mark.sample("64-4")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("rows", "ranks"), [(ROWS, RANKS), (64, RANKS), (ROWS, 1)])
 def test_bounds_of_time_are_bounds(rows: int, ranks: int) -> None:
     """Of layers that compute little again, because their last product is not, beside a head that never does.
@@ -195,6 +195,7 @@ def test_bounds_of_time_are_bounds(rows: int, ranks: int) -> None:
     assert near > len(every) ** 2 / (2 if ranks > 1 else 10)  # one rank's optimizer takes as long as its layers
 
 
+@pytest.mark.exhaustive
 def test_one_step_tells_what_the_second_of_two_tells() -> None:
     """A parameter without a gradient has no state, which one step alone cannot know."""
     model, batch = on_meta(depth=1)

@@ -179,6 +179,7 @@ WRITTEN = """PROTO STOP NONE NEWTRUE NEWFALSE BININT1 BININT LONG1 LONG4 BINFLOA
     EMPTY_LIST APPENDS EMPTY_DICT SETITEMS GLOBAL REDUCE BUILD BINPUT LONG_BINPUT BINGET LONG_BINGET"""
 
 
+@pytest.mark.exhaustive
 @given(tree=VALUES, protocol=st.integers(0, 5))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_texts_and_numbers_of_any_protocol_are_written_with_lengths_and_not_as_lines(tree: Any, protocol: int) -> None:

@@ -71,6 +71,7 @@ def compiled(block: nn.Module) -> nn.Module:
     return block
 
 
+@pytest.mark.exhaustive
 def test_a_chain_is_one_operator() -> None:
     step = rehearsed(Block, compile=True)
     assert forward_of(step, "1") == {"inductor::fused": 2, "aten::addmm": 1}

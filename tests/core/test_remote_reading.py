@@ -274,6 +274,7 @@ class TestBadServers:
         web.fault = lambda *_: False
         assert diff(tmp_path / "out.safetensors", folder / "large.safetensors").same
 
+    @pytest.mark.exhaustive
     def test_a_server_that_never_sends_much(self, web: WebServer, folder: Path, tmp_path: Path) -> None:
         web.fault = lambda handler, request: (
             request.begin is not None and not handler.answer(replace(request, end=request.begin + 1000))

@@ -96,6 +96,7 @@ def load_optimizer_later(rank: int, path: str) -> State:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.exhaustive
 def test_an_optimizers_state_that_is_not_asked_for_stays_on_disk(tmp_path: Path) -> None:
     want = run_ranks(save, 2, "fsdp2", str(tmp_path))[0]
     for name in ("full.pth", "local"):
@@ -202,6 +203,7 @@ def failing_loads(rank: int, path: str, optimizer: bool) -> tuple[type, str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_loads_that_fail_fail_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save, 2, "fsdp2", str(tmp_path))
     torch.save({"weights": [1, 2]}, tmp_path / "other.pth")
@@ -251,6 +253,7 @@ def saves_on_full_disks(rank: int, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_full_disk(tmp_path: Path) -> None:
     for found in run_ranks(saves_on_full_disks, 2, str(tmp_path)):
         names = [

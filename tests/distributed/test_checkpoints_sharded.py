@@ -140,6 +140,7 @@ def damaged(rank: int, path: str) -> str:
     return text
 
 
+@pytest.mark.exhaustive
 def test_files_of_another_save_are_noticed(tmp_path: Path) -> None:
     run_ranks(save, 2, "fsdp2", str(tmp_path / "saved"))
     with (tmp_path / "saved" / "__1_0.distcp").open("ab") as file:

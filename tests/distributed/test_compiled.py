@@ -276,6 +276,7 @@ def test_on_two_ranks() -> None:
     check([("plain", "in place", "before", True), ("recomputing", "in place", "after", False)], ranks=2)
 
 
+@pytest.mark.exhaustive
 def test_a_whole_model_in_one_graph() -> None:
     """Hooks of the root are not compiled. Fails if they are: torch cannot compile a question for inference mode."""
     check([("two", "whole", when, True) for when in ("before", "after")])
@@ -286,6 +287,7 @@ def test_many_blocks() -> None:
     check([("48", "in place", "before", True), ("48 recomputing", "in place", "after", False)])
 
 
+@pytest.mark.exhaustive
 def test_checkpointing_of_the_plan() -> None:
     """As many graphs as blocks in torch's own wrapper."""
     cases = [("plain", how, when, True) for how, when in (EVERYWHERE[1], EVERYWHERE[2])]

@@ -56,7 +56,7 @@ def together(outcomes: list[Any]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.sample("1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_sample_is_seen_once_on_other_ranks(ranks: int, tmp_path: Path) -> None:
     whole = run_ranks(train, 2, None, 100)

@@ -314,6 +314,7 @@ def advice(rank: int, folder: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_shipped_recipe_that_fits_is_named(tmp_path: Path) -> None:
     for name in {name for source, _, target in PAIRS for name in (source, target)}:
         (tmp_path / name).mkdir()
@@ -405,6 +406,7 @@ def saved(rank: int, folder: str) -> dict[str, torch.Tensor]:
     return mmfsdp.model_state_dict(model, rank0_only=False)
 
 
+@pytest.mark.exhaustive
 def test_from_a_server(tmp_path: Path) -> None:
     want = run_ranks(saved, 2, str(tmp_path))[0]
     names = ["dcp", "local", "whole.pth"]

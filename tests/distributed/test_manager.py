@@ -119,6 +119,7 @@ def test_a_run_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
     torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_best_the_newest_and_periodic_ones_stay(tmp_path: Path) -> None:
     options = {"every_steps": 1, "max_to_keep": 2, "keep_period": 4, "keep_best": 1}
     run_ranks(train, 2, str(tmp_path), 0, 7, False, options)
@@ -330,6 +331,7 @@ def resume_with(rank: int, folder: str, lr: float, schedule: str) -> tuple[int |
     return step, said
 
 
+@pytest.mark.exhaustive
 def test_what_a_checkpoint_says_of_another_run_is_refused_or_reported(tmp_path: Path) -> None:
     def resume(folder: str, lr: float, schedule: str) -> tuple[int | str, list[str]]:
         return run_ranks(resume_with, 1, str(tmp_path / folder), lr, schedule)[0]
@@ -366,6 +368,7 @@ def scale(rank: int, folder: str | None, end: int) -> tuple[float, dict[str, Any
     return scaler.get_scale(), scaler.state_dict(), mmfsdp.model_state_dict(model, rank0_only=False)
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = run_ranks(scale, 2, None, 8)
     assert whole[0][0] == 16.0  # halved in the second step, doubled in the fifth and eighth
@@ -543,6 +546,7 @@ def save_slowly(rank: int, folder: str, if_busy: str) -> list[bool]:
     return saved
 
 
+@pytest.mark.exhaustive
 def test_a_save_that_is_due_waits_or_is_skipped(tmp_path: Path) -> None:
     assert run_ranks(save_slowly, 2, str(tmp_path / "wait"), "wait") == [[True] * 6] * 2
     one, two = run_ranks(save_slowly, 2, str(tmp_path / "skip"), "skip")

@@ -98,6 +98,7 @@ def test_diff_names_what_differs(saved: Any, tmp_path: Path) -> None:
     assert report.only_in_a == report.only_in_b == ()
 
 
+@pytest.mark.exhaustive
 def test_resumes_from_what_was_converted(saved: Any, tmp_path: Path) -> None:
     folder, wanted = saved
     paths: dict[str, list[str]] = {}
@@ -152,6 +153,7 @@ def record(rank: int, folder: Path, seeds: tuple[int | None, ...], settings: dic
             loop.run(recording, 2)
 
 
+@pytest.mark.exhaustive
 def test_recordings_compare(tmp_path: Path) -> None:
     run_ranks(record, 1, tmp_path / "one", (None, 1, 2, 3), {})
     perturbed = [tmp_path / f"one{seed}" for seed in (1, 2, 3)]

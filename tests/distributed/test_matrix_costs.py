@@ -144,6 +144,7 @@ def twenty(rank: int) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.exhaustive
 def test_twenty_steps_of_muon_from_equal_gradients_are_equal_bit_by_bit() -> None:
     [wanted] = run_ranks(twenty, 1)
     for found in run_ranks(twenty, 3):

@@ -90,6 +90,7 @@ def in_optimizer(rehearsal: Rehearsal) -> float:
     return sum(span.end - span.begin for span in rehearsal.time("h100").spans if span.phase == "optimizer")
 
 
+@pytest.mark.exhaustive
 def test_fit_counts_the_messages_and_the_memory_of_a_bucket() -> None:
     batch = torch.empty(8, WIDTH, device="meta")
     only = {"sharding": ["FULL_SHARD"], "activation_checkpointing": [None], "accumulate": [1], "prefetch": [{}]}

@@ -594,6 +594,7 @@ def scaled(rank: int, scale: float) -> tuple[dict[str, torch.Tensor], float]:
     return weights, scaler.get_scale()
 
 
+@pytest.mark.exhaustive
 def test_with_a_gradient_scaler() -> None:
     [(wanted, scale)] = run_ranks(scaled, 1, 1.0)
     assert scale == 0.5

@@ -40,5 +40,6 @@ def test_whole_parameters_are_the_way_out(name: str, tmp_path: Path) -> None:
     assert words_of(name, tmp_path, WHOLE) == ("yes", "yes")
 
 
+@pytest.mark.exhaustive
 def test_flat_parameters_are_a_way_out_too(tmp_path: Path) -> None:
     assert words_of("torch.optim.Rprop", tmp_path, {"engine": "fsdp1"}) == ("yes", "yes")

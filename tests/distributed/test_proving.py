@@ -90,6 +90,7 @@ def test_a_model_with_tied_weights_is_proven() -> None:
     assert json.loads(json.dumps(proof.describe()))["proven"] is True
 
 
+@pytest.mark.exhaustive
 def test_mixed_precision_and_dropout() -> None:
     proof = mmfsdp.prove(Dropping, {"x": torch.empty(2, 3, 8)}, config={"precision": "bf16"}, steps=1)
     assert proof.proven, str(proof)
@@ -281,6 +282,7 @@ def launch(count: int, *words: str) -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
 
 
+@pytest.mark.exhaustive
 def test_on_the_ranks_of_a_launcher() -> None:
     both = launch(2, f"{__name__}:Wrong", "--batch", "4:int64", "--steps", "1", "--json")
     assert [code for code, _, _ in both] == [1, 1], both

@@ -158,6 +158,7 @@ def on_one_node(rank: int, folder: str, stop: int, width: int = 4) -> Any:
     return begin, manager.failed_saves, mmfsdp.model_state_dict(model, rank0_only=False)
 
 
+@pytest.mark.exhaustive
 def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path) -> None:
     whole = run_ranks(on_one_node, 2, str(tmp_path / "whole"), 8)[0][2]
     assert run_ranks(on_one_node, 2, str(tmp_path), 5)[0][:2] == (0, 0)

@@ -137,6 +137,7 @@ def logged(folder: Path, counts: int, length: int) -> str:
 
 
 class TestInTheMiddleOfAccumulation:
+    @pytest.mark.exhaustive
     def test_is_told_once(self, tmp_path: Path) -> None:
         text = logged(tmp_path, 3, 5)
         assert text.count("Accumulated gradients are not saved") == 1

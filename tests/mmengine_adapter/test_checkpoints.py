@@ -77,6 +77,7 @@ class TestResume:
             resumed = run_ranks(train, world_size, tmp_path / str(world_size), world_size, changes)[0]
             assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
 
+    @pytest.mark.exhaustive
     def test_finds_the_last_checkpoint(self, tmp_path: Path) -> None:
         settings = {
             "strategy": strategy("local"),

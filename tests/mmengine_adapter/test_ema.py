@@ -274,6 +274,7 @@ class TestResume:
             assert found["module."] == found["stock"]
             assert found["steps"] == [12, 12, 4]
 
+    @pytest.mark.exhaustive
     def test_weights_without_resuming_start_the_averages(self, tmp_path: Path, reference: Any) -> None:
         folder, expected = reference
         for found in run_ranks(validated, 2, tmp_path, folder):

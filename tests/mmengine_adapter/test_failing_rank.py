@@ -138,6 +138,7 @@ def run(folder: Path, script: str, *args: str, launcher: tuple[str, ...] = (), *
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=85)
 
 
+@pytest.mark.exhaustive
 def test_a_project_s_train_script_under_torchrun(tmp_path: Path, references: Callable[..., dict[str, Any]]) -> None:
     write_config(tmp_path, model_wrapper_cfg=WRAPPER)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

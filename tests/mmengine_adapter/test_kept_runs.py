@@ -277,6 +277,7 @@ class TestAlone:
             runner_of(alone(tmp_path, interval=5, raise_errors=True)).train()
         assert not (tmp_path / "last_checkpoint").exists()
 
+    @pytest.mark.exhaustive
     def test_damaged_ones_are_renamed(self, tmp_path: Path) -> None:
         whole = runner_of(alone(tmp_path, interval=4))
         whole.train()

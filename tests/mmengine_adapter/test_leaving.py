@@ -143,7 +143,7 @@ def test_threads_that_are_late_do_not_abort_the_process() -> None:
     assert (without_gloo(done.stdout), done.stderr) == (["[0, 0, 0, 0]"], "")
 
 
-@pytest.mark.sample("-when ranks have met-0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "when", "code"),
     [("", "at once", 0), ("raise ValueError('it fails')", "at once", 1), ("", "when ranks have met", 0)],

@@ -44,7 +44,7 @@ def go_on(rank: int, folder: Path, ranks: int, loop: str) -> Any:
     return end_of(runner)
 
 
-@pytest.mark.sample("iter-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("loop", "ranks"), [("epoch", 2), ("iter", 1)])
 def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, loop: str, ranks: int) -> None:
     ends = run_ranks(fail, 2, tmp_path, loop)

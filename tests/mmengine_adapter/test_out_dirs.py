@@ -76,6 +76,7 @@ class Thief(Hook):
             HeldDirectory(self.url, scope_of(None))
 
 
+@pytest.mark.exhaustive
 def test_one_job_at_a_time(tmp_path: Path) -> None:
     with single_rank():
         held = HeldDirectory(tmp_path, scope_of(None))

@@ -58,7 +58,7 @@ def made_model(path: str) -> torch.nn.Module:
     return build_model(path)[0]
 
 
-@pytest.mark.sample("alone")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("against", ["alone", "ddp"])
 def test_it_is_proven(tmp_path: Path, against: Literal["alone", "ddp"]) -> None:
     proof = proof_of(tmp_path, ("accumulative_counts=2", "accumulative_counts=1"), against=against)

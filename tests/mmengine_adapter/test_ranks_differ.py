@@ -77,6 +77,7 @@ def differing(rank: int, folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_what_is_given(tmp_path: Path) -> None:
     first, second = run_ranks(differing, 2, tmp_path)
     expected = {

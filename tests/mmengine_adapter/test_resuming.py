@@ -262,6 +262,7 @@ def train_noisily(rank: int, folder: Path, world_size: int, changes: dict[str, A
 
 
 class TestOtherWorldSize:
+    @pytest.mark.exhaustive
     def test_in_the_middle_of_an_epoch(self, tmp_path: Path) -> None:
         whole = run_ranks(train, 2, tmp_path / "2", 2, by_iteration())[0]
         # From two ranks to one, and from one to two: checkpoints in the middle of either epoch.

@@ -115,6 +115,7 @@ def two_nets(rank: int, folder: Path, world_size: int, engine: str) -> list[Any]
 
 
 class TestTwoNets:
+    @pytest.mark.exhaustive
     def test_each_is_clipped_by_its_own_norm(self, tmp_path: Path) -> None:
         [alone] = run_ranks(two_nets, 1, tmp_path, 1, "")
         for engine in ("fsdp2", "fsdp1"):
@@ -257,6 +258,7 @@ def refused(rank: int, folder: Path, changes: dict[str, Any]) -> tuple[type, str
 
 
 class TestResumingWithAnother:
+    @pytest.mark.exhaustive
     def test_optimizer_or_groups(self, tmp_path: Path) -> None:
         run_ranks(train, 2, tmp_path, 2, {"strategy": strategy("full")})
         saved = tmp_path / "epoch_1.pth"

@@ -60,7 +60,7 @@ def test_what_is_not_accepted(given: Any, message: str) -> None:
         state_dict_settings(given)
 
 
-@pytest.mark.sample("fsdp1")
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_resumed_on_any_world_size(engine: str, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def units(rank: int, name: str) -> tuple[list[str], bool]:
 
 
 class TestPolicies:
+    @pytest.mark.exhaustive
     def test_every_form_gives_the_same_units_and_is_not_changed(self) -> None:
         for name in POLICIES:
             assert run_ranks(units, 2, name) == [(BLOCKS, True)] * 2, name
@@ -209,6 +210,7 @@ def init_functions(rank: int) -> list[float]:
 
 
 class TestArguments:
+    @pytest.mark.exhaustive
     def test_every_form_of_the_others(self) -> None:
         for name, (_, expected) in OTHERS.items():
             assert run_ranks(others, 2, name) == [expected] * 2, name

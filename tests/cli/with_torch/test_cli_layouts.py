@@ -40,6 +40,7 @@ def test_every_command_takes_it(tmp_path: Path, write: Any) -> None:
     assert find_tensor(open_layout(source), "layers.3.norm.weight").shape == (8,)
 
 
+@pytest.mark.exhaustive
 def test_inspect_prints_what_it_was_asked_for(tmp_path: Path) -> None:
     source, weights = like_torchtitan(tmp_path / "step-3")
     done = invoke("inspect", source, "--limit", "3")

@@ -175,6 +175,7 @@ def test_a_batch_rehearses_a_step() -> None:
     assert (told["time"]["seconds"], told["rehearsal"]["device"]["name"]) == (named.time().seconds, device)
 
 
+@pytest.mark.exhaustive
 def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
     other, page = tmp_path / "other.json", tmp_path / "step.html"
     other.write_text(json.dumps({"precision": "bf16"}))
@@ -253,6 +254,7 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
 MEASURED = (*BLOCKS, "--batch", "6x4", "--device", "cpu")
 
 
+@pytest.mark.exhaustive
 def test_measured_beside_predicted() -> None:
     code, out, _ = called("measure", *MEASURED)  # torch's profiler may write to stderr
     assert code == 0
