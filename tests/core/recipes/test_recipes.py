@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mmfsdp.checkpoint import apply_recipe, convert, known_recipes, open_layout
 from mmfsdp.errors import ConfigError
@@ -226,6 +226,19 @@ def test_any_source_and_any_target(tmp_path: Path) -> None:
     part = "model.layers.1.mlp.experts"
     wanted = [torch.cat([state[f"{part}.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(3)]
     assert torch.equal(found[f"{part}.gate_up_proj"], torch.stack(wanted).bfloat16())
+
+
+@pytest.mark.parametrize(("source", "recipe", "target"), PAIRS[:2] + PAIRS[-3:])
+def test_the_recipe_for_a_folder_is_named(source: str, recipe: str, target: str, tmp_path: Path) -> None:
+    for name, other, set_to in ((source, target, ""), (target, source, ", inverse=True")):
+        like = tmp_path / f"like_{other}"
+        like.mkdir()
+        (like / "config.json").write_text('{"tie_word_embeddings": false}')
+        save_file(weights(other), like / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"Set recipe='{recipe}'{set_to}: this shipped recipe makes them\."):
+            convert(saved(tmp_path / "a.pth", weights(name)), tmp_path / "out", to="hf", like=like)
+        settings = {"recipe": recipe, "inverse": bool(set_to)}
+        convert(tmp_path / "a.pth", tmp_path / f"out_of_{name}", to="hf", like=like, **settings)
 
 
 def test_a_layout_without_writing(tmp_path: Path) -> None:

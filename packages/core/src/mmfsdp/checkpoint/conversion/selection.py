@@ -88,7 +88,8 @@ def intended(
         layout, selection = _through_recipe(
             layout, selection, conversion.recipe, conversion, [form.like] if conversion.like else []
         )
-    if (made := form.named(_stored(layout, selection), open_layout)) is not None:
+    by_recipe = conversion.recipe is not None
+    if (made := form.named(_stored(layout, selection), open_layout, by_recipe=by_recipe)) is not None:
         layout, selection = _with_weights(layout, selection, made, target.name)
     names = named_tensors(selection.part)
     stored = {name: layout.tensors[source] for name, source in names.items()}

@@ -41,12 +41,15 @@ class ModelForm:
     like: Path
     """The folder of the same model, for formats that need one."""
 
-    def named(self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout]) -> Made | None:
+    def named(
+        self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout], *, by_recipe: bool = False
+    ) -> Made | None:
         """Return the weights under the names that the format's readers expect; ``None`` to leave the names.
 
         Args:
             tensors: The weights by name.
             opened: Opens a checkpoint.
+            by_recipe: Whether a recipe made the weights.
 
         Raises:
             ConfigError: The weights are not those of the model.
@@ -112,12 +115,14 @@ class ModelForm:
 class FolderForm(ModelForm):
     """A Hugging Face folder: names of its model, tied weights once, its config and tokenizer beside the weights."""
 
-    def named(self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout]) -> Made:
+    def named(
+        self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout], *, by_recipe: bool = False
+    ) -> Made:
         from mmfsdp.checkpoint.formats.huggingface.weight_names import own_weights, without_ties
 
         own = own_weights(self.like, opened)
         renamed = self._in_files(tensors, own)
-        kept, notes = without_ties(renamed or tensors, self.like, own)
+        kept, notes = without_ties(renamed or tensors, self.like, own, by_recipe=by_recipe)
         told = ("Weights have the names and shapes of files, by the table of transformers for this model",)
         return Made(kept, (*notes, *(told if renamed else ())))
 
@@ -168,7 +173,9 @@ class LlamaFileForm(ModelForm):
 
         return GgufModel.of(self.like)
 
-    def named(self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout]) -> Made:
+    def named(
+        self, tensors: Mapping[str, TensorEntry], opened: Callable[[Path], Layout], *, by_recipe: bool = False
+    ) -> Made:
         return Made(*self._model.renamed(tensors))
 
     def dtypes(self, casts: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> Mapping[str, str]:

@@ -52,7 +52,7 @@ def own_weights(folder: Path, opened: Callable[[Path], Layout]) -> Mapping[str, 
 
 
 def without_ties(
-    tensors: Mapping[str, TensorEntry], like: Path, own: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry], like: Path, own: Mapping[str, TensorEntry], *, by_recipe: bool = False
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the tensors to write, and notes: tied weights once, under the names that the folder's model has.
 
@@ -60,6 +60,7 @@ def without_ties(
         tensors: The weights by name.
         like: A folder of the same model.
         own: The weights that it has; if there are any, names and shapes must be theirs.
+        by_recipe: Whether a recipe made the weights.
 
     Raises:
         ConfigError: Names or shapes are not those of the model, or not of the sizes that its config states, or weights
@@ -74,7 +75,7 @@ def without_ties(
             continue
         del kept[name]
         notes.append(f"{name} is tied to {first} and written once")
-    check_names(kept, {*tensors}, like, own)
+    check_names(kept, {*tensors}, like, own, advise=lambda: "" if by_recipe else _shipped_recipe(tensors, own, like))
     check_sizes(kept, like)
     return kept, tuple(notes)
 
@@ -174,8 +175,25 @@ def _has_tied_head(config: Mapping[str, object]) -> bool:
     return stated is True
 
 
+def _shipped_recipe(tensors: Mapping[str, TensorEntry], own: Mapping[str, TensorEntry], like: Path) -> str:
+    """Return a sentence that names the shipped recipe which makes the weights of a folder; empty if there is none."""
+    from mmfsdp.checkpoint.recipes.fitting import fitting_recipes
+
+    def rate(made: Mapping[str, TensorEntry]) -> int:
+        return all(name in made and made[name].shape == entry.shape for name, entry in own.items())
+
+    found = fitting_recipes(tensors, rate, folders=[like])
+    given = [f"recipe={name!r}{', inverse=True' if inverse else ''}" for name, inverse in found]
+    return f" Set {' or '.join(given)}: this shipped recipe makes them." if given else ""
+
+
 def check_names(
-    kept: Mapping[str, TensorEntry], given: set[str], like: Path, expected: Mapping[str, TensorEntry]
+    kept: Mapping[str, TensorEntry],
+    given: set[str],
+    like: Path,
+    expected: Mapping[str, TensorEntry],
+    *,
+    advise: Callable[[], str] = lambda: "",
 ) -> None:
     """Compare what will be written with the weights of a folder, if it has any.
 
@@ -184,6 +202,7 @@ def check_names(
         given: The names of all tensors, second names of tied ones included.
         like: A folder of the same model.
         expected: The weights that it has.
+        advise: Returns a sentence that says what to write; empty if it knows nothing.
 
     Raises:
         ConfigError: Names or shapes differ; the message says which, and what to write.
@@ -211,7 +230,7 @@ def check_names(
         remedy = f" {codes}" if (codes := not_restored(kept)) else ""
         if not remedy and scales_of(kept):
             remedy = " Its weights are codes of 8 bits. Add quantize='none', which restores them."
-        if not remedy:
+        if not (remedy := remedy or advise()):
             hint = closest(unexpected[0], missing) if unexpected else ""
             if prefix := common_prefix(unexpected, missing):
                 hint = f" Most names match without {prefix!r}: set 'strip_prefix' to it."
