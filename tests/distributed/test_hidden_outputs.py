@@ -292,3 +292,92 @@ def test_functions_that_get_shards_are_refused_in_the_backward_elsewhere() -> No
         for text in texts:
             assert "Shards of the unit 'dynamics" in text
             assert "Leave the module out of the wrap policy" in text
+
+
+def _one_unit(model: Any, rows: torch.Tensor) -> None:
+    model.first(rows.requires_grad_()).square().mean().backward()
+
+
+def _after_an_unused_forward(model: Any, rows: torch.Tensor) -> None:
+    output = model.first(rows.requires_grad_())
+    model(rows.detach())
+    model.second(output).square().mean().backward()
+
+
+def _two_losses(model: Any, rows: torch.Tensor) -> None:
+    (model(rows) + model.second(rows.requires_grad_()).square().mean()).backward()
+
+
+def _two_graphs(model: Any, rows: torch.Tensor) -> None:
+    losses = [model(rows), model(rows + 1)]
+    for loss in losses:
+        loss.backward()
+
+
+def _twice(model: Any, rows: torch.Tensor) -> None:
+    loss = model(rows)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _layer_by_layer(model: Any, rows: torch.Tensor) -> None:
+    first = model.first(rows.requires_grad_())
+    between = first.detach().requires_grad_()
+    model.second(between).square().mean().backward()
+    first.backward(between.grad)
+
+
+class Reached:
+    """Shows the units of a model, under whatever wrapper, and calls the model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.first, self.second = inner(model).first, inner(model).second
+
+    def __call__(self, rows: torch.Tensor) -> Any:
+        return self.model(rows)
+
+
+def backwards_of_units(rank: int, kinds: list[str]) -> list[str]:
+    warnings.simplefilter("ignore")
+    refused = []
+    rows = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    for act in (_one_unit, _after_an_unused_forward, _two_losses, _two_graphs, _twice, _layer_by_layer):
+        truth = build("", None)
+        optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+        for _ in range(2):
+            for part in rows:
+                act(truth, part.detach().clone())
+            for param in truth.parameters():
+                if param.grad is not None:
+                    param.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        for config in ({}, *({"engine": "fsdp1", "sharding": kind} for kind in kinds)):
+            model = build("", {"wrap": "Block", **config})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                for _ in range(2):
+                    act(Reached(model), rows[rank].detach().clone())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except errors.ShardStateError as error:
+                refused.append(f"{act.__name__}: {error}")
+                continue
+            with mmfsdp.full_params(model):
+                got = {
+                    name.replace("_fsdp_wrapped_module.", ""): whole(param) for name, param in model.named_parameters()
+                }
+            torch.testing.assert_close(got, {name: whole(param) for name, param in truth.named_parameters()})
+    return refused
+
+
+def test_backwards_that_begin_at_units() -> None:
+    """With torch's FSDP1 they train nothing, do not reduce gradients with NO_SHARD, or fail in freed memory."""
+    kinds = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    for refused in run_ranks(backwards_of_units, 2, kinds):
+        assert [text.split(":")[0] for text in refused] == [
+            name for name in ("_two_graphs", "_twice", "_layer_by_layer") for _ in kinds
+        ]
+        for text in refused:
+            assert "and another backward has ended since the unit's forward. Engine 'fsdp1' gathers" in text

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.data_parallel import watch_wrappers
-from mmfsdp.runtime.flat_backwards import refuse_unseen_backwards
+from mmfsdp.runtime.flat_backwards import complete_backwards, refuse_unseen_backwards
 from mmfsdp.runtime.flat_params import flat_params, name_gathering
 from mmfsdp.runtime.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.forward_errors import explain_forward_error
@@ -65,6 +65,7 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     _watch_gradients(state, me)
     name_gathering(module)
     refuse_unseen_backwards(module)
+    complete_backwards(module)
     refuse_late_freezing(module, lambda: live.writes if (live := me()) is not None else 0)
     refuse_flat_gradients(module)
     guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)

@@ -208,7 +208,8 @@ class ShardedModel:
     def _look_at_first_steps(self) -> None:
         if not self._was_trained:
             self._was_trained = True
-            trained = [param for param in _registered(self.module) if param.requires_grad]
+            # A unit of engine fsdp1 that ran before the root may show views instead of its parameters.
+            trained = [param for param in _registered(self.module) if param.requires_grad and param.is_leaf]
             roles = self.roles(trained)
             if roles.unseen and not in_functional_call():
                 check_unseen(roles, f"This {type(self.module).__name__}")
