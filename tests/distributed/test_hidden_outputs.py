@@ -46,6 +46,8 @@ class Block(nn.Module):
         y = x + torch.tanh(self.layer(x))
         if self.how == "kept in a unit":
             self.aux = [(self.layer(x).square().mean(),)]
+        if self.how == "kept and returned":
+            self.aux = [y]
         return Result(y) if self.how == "object of a unit" else y
 
 
@@ -160,7 +162,7 @@ def test_flat_parameters() -> None:
     configs: list[dict[str, Any]] = [
         {"wrap": "Block", "engine": "fsdp1", "sharding": kind} for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     ]
-    run_ranks(compare, 2, configs, ["object", "mapping", "kept", "object of a unit"])
+    run_ranks(compare, 2, configs, ["object", "mapping", "kept", "object of a unit", "kept and returned"])
 
 
 def flat(rank: int) -> str:

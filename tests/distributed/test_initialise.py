@@ -242,6 +242,30 @@ def test_random_numbers_for_shards_are_those_of_whole_tensors() -> None:
             torch.testing.assert_close(ours, alone, rtol=1e-6, atol=1e-6)
 
 
+def draw_on_whole_params(rank: int) -> list[torch.Tensor]:
+    model = mmfsdp.shard(build_for_drawing(), {"engine": "fsdp1"})
+    with mmfsdp.full_params(model):
+        draw_on_params(model)
+    with mmfsdp.full_params(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def draw_on_params(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+
+
+def test_random_numbers_for_flat_parameters_are_drawn_on_whole_ones() -> None:
+    draw_on_params(model := build_for_drawing())
+    for found in run_ranks(draw_on_whole_params, 2):
+        torch.testing.assert_close(found, [*model.parameters()])
+
+
 def draw_on_other_meshes(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw on a DTensor that no sharded model has, before and after a model is sharded."""
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
