@@ -286,3 +286,52 @@ class TestResumingWithAnother:
             for kind, text in run_ranks(refused, 2, tmp_path / "again", changes):
                 assert kind is StateDictError, text
                 assert message in text
+
+    def test_schedulers(self, tmp_path: Path) -> None:
+        """By class, number and what they schedule: MMEngine itself pairs them by position, and takes all attributes."""
+        linear = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 4}
+        steps = {"type": "MultiStepLR", "by_epoch": True, "milestones": [2]}
+        both = {"strategy": strategy("full"), "param_scheduler": [linear, steps]}
+        run_ranks(train, 2, tmp_path, 2, both)
+        run_ranks(train, 2, tmp_path / "dcp", 1, {**both, "strategy": strategy("sharded")})
+        content = torch.load(tmp_path / "epoch_1.pth", weights_only=False)
+        assert content["progress"]["schedulers"] == {"optimizer": "LinearLR, MultiStepLR"}
+        del content["progress"]  # as MMEngine itself saves it
+        torch.save(content, tmp_path / "other.pth")
+        momentum = {"type": "LinearMomentum", "start_factor": 0.1, "by_epoch": False, "end": 4}
+        cases = (
+            ([linear, {"type": "ExponentialLR", "gamma": 0.9}], "'LinearLR, ExponentialLR'}", None),
+            ([steps], "{'optimizer': 'MultiStepLR'}", "2 schedulers of 'optimizer', but the config has 1 scheduler of"),
+            ([steps, linear], "{'optimizer': 'MultiStepLR, LinearLR'}", "state holds end_factor, start_factor, total_"),
+            ([momentum, steps], "'LinearMomentum, MultiStepLR'}", "schedules 'lr', but that of the config, LinearMom"),
+        )
+        for number, results in enumerate(run_ranks(all_refused, 2, tmp_path, [given for given, _, _ in cases])):
+            for (given, known, told), (by_name, by_state) in zip(cases, results, strict=True):
+                assert known in by_name, (number, given)
+                assert told is None or told in by_state, (number, given)
+        [dcp] = (tmp_path / "dcp").glob("epoch_1*")
+        for folder, source in (("a", "epoch_1.pth"), ("b", "other.pth"), ("c", dcp), ("d", "other.pth")):
+            schedule = {"param_scheduler": None} if folder == "d" else {}
+            changes = {**both, **schedule, "load_from": str(tmp_path / source), "resume": True}
+            [again, _] = run_ranks(train, 2, tmp_path / folder, 2, changes)
+            assert len(again["losses"]) == 4
+
+
+def all_refused(rank: int, folder: Path, schedules: list[list[dict[str, Any]]]) -> list[list[str]]:
+    """What the errors say for each schedule, with a checkpoint that names the saved classes and one that does not."""
+    return [
+        [
+            refused_or_not(rank, folder, {"param_scheduler": schedule, "load_from": str(folder / name)})
+            for name in ("epoch_1.pth", "other.pth")
+        ]
+        for schedule in schedules
+    ]
+
+
+def refused_or_not(rank: int, folder: Path, changes: dict[str, Any]) -> str:
+    try:
+        kind, text = refused(rank, folder / "again", changes)
+    except AssertionError as error:
+        return str(error)
+    assert kind is StateDictError, text
+    return text

@@ -32,7 +32,7 @@ from mmfsdp.state.named_optimizer import REBUILD
 from mmfsdp.state.optimizer_engines import optimizer_engine
 from mmfsdp.state.savable import check_savable, may_belong
 from mmfsdp.state.sending import send_optim_state
-from mmfsdp.state.settings import check_same_class, report_changed_settings
+from mmfsdp.state.settings import check_same_class, check_same_moments, report_changed_settings
 
 __all__ = [
     "gathered",
@@ -154,7 +154,8 @@ def load_optim_state_dict(
 
     Raises:
         StateDictError: Param groups, parameters or shapes do not fit, the state is that of another class of optimizer,
-            or with ``from_rank0`` a tensor is a shard; raised on every rank, and nothing is changed.
+            or with ``from_rank0`` a tensor is a shard; raised on every rank, and nothing is changed. Nothing in a state
+            tells RAdam, or AdamW of torch before 2.8, from Adam.
         ShardStateError: See `optim_state_dict`; raised on every rank.
     """
     state = find_sharded_model(model)
@@ -209,6 +210,7 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         found = named_optimizer.by_place(state_dict, groups, settings)
         check_same_class(unflattened(state_dict)[GROUPS], optimizer)
+        check_same_moments(found["state"].values(), optimizer)
         _check(found, groups, shapes)
         return found
 

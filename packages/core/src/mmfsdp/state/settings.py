@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,19 @@ from torch.optim import Optimizer
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import StateDictError
 
-__all__ = ["check_same_class", "report_changed_settings"]
+__all__ = ["check_same_class", "check_same_moments", "report_changed_settings"]
 
 _INDEXED = ("params", "param_names")
 _CYCLED = ("momentum", "betas")  # by schedulers that put these into the group, too
+# Settings of one family of torch's classes, which tell it from others that fill in what a foreign group lacks.
+_TELLING = ("amsgrad", "momentum_decay")
+_MOMENTS = {  # what torch's classes keep for each parameter from its first step on, and look up in every other one
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "NAdam": ("exp_avg", "exp_avg_sq", "mu_product"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+}
 _log = logging.getLogger("mmfsdp.state")
 
 
@@ -40,6 +49,12 @@ def check_same_class(stored: Sequence[Mapping[str, Any]], optimizer: Optimizer) 
         saved = {key for key in group if key not in _INDEXED}
         known = set().union(*(own for own in optimizer.param_groups))
         missing, foreign = sorted({*optimizer.defaults} - _filled_in(group, optimizer)), sorted(saved - known)
+        telling = [key for key in foreign if key in _TELLING and _is_of_torch(optimizer)]
+        if telling and not missing:
+            raise StateDictError(
+                f"The state was saved by another optimizer than {name}, which has no {telling[0]!r}. Build the "
+                "optimizer that saved it, or load only the weights."
+            )
         if missing and foreign:
             raise StateDictError(
                 f"The state was saved by another optimizer than {name}: its param groups hold {name_list(foreign)}, "
@@ -52,6 +67,32 @@ def check_same_class(stored: Sequence[Mapping[str, Any]], optimizer: Optimizer) 
                 f"The state was saved by another optimizer than {name}: it has {key}={group[key]}. Build the optimizer "
                 "that saved it, or load only the weights."
             )
+
+
+def check_same_moments(stored: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Check that a state holds what torch's own classes look up for each parameter; for others nothing is known.
+
+    Args:
+        stored: What a state holds for each parameter.
+        optimizer: What loads it. Not changed.
+
+    Raises:
+        StateDictError: The state is that of another class, as it lacks a moment.
+    """
+    name = type(optimizer).__name__
+    wanted = _MOMENTS.get(name, ()) if _is_of_torch(optimizer) else ()
+    for entries in stored if wanted else ():
+        lacking = [moment for moment in wanted if moment not in entries]
+        if lacking and len(lacking) < len(wanted):
+            raise StateDictError(
+                f"The state was saved by another optimizer than {name}: it holds {name_list(sorted(entries))} for a "
+                f"parameter, and lacks {name_list(lacking)}. Build the optimizer that saved it, or load only the "
+                "weights."
+            )
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def report_changed_settings(stored: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:

@@ -36,6 +36,7 @@ from mmfsdp_mmengine.checkpoints.live_content import (
 )
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
 from mmfsdp_mmengine.checkpoints.randomness import own_random_state, random_state, random_states, restore_random_state
+from mmfsdp_mmengine.checkpoints.saved_schedulers import check_same_schedulers, scheduler_classes
 
 __all__ = ["CheckpointingStrategy"]
 
@@ -174,7 +175,7 @@ class CheckpointingStrategy(DDPStrategy):
 
         Raises:
             FormatError: The checkpoint has only weights, and no ``meta``.
-            StateDictError: The checkpoint has other optimizers; nothing is loaded then.
+            StateDictError: The checkpoint has other optimizers or schedulers; nothing is loaded then.
             CheckpointError: The checkpoint cannot be read; raised on every rank.
         """
         self.logger.info(f"Resume checkpoint from {filename}")
@@ -185,12 +186,18 @@ class CheckpointingStrategy(DDPStrategy):
 
         def check(content: dict[str, Any]) -> None:
             check_resumable(content, filename, own)
+            if with_schedulers and "param_schedulers" in content:
+                check_same_schedulers(content, filename, self.param_schedulers)
             if callback is not None:
                 callback(content)
 
         content = self.load_checkpoint(filename, map_location=map_location, callback=check)
         if (warning := warning_of_missing_state(content, filename, wanted)) is not None:
             self.logger.warning(warning)
+        if resume_param_scheduler and not with_schedulers and content.get("param_schedulers"):
+            self.logger.warning(
+                f"{filename} holds the states of schedulers, and the config has none: no schedule continues."
+            )
         if with_optimizer and "optimizer" in content:
             self.load_optim_state_dict(content.pop("optimizer"))
         if with_schedulers and "param_schedulers" in content:
@@ -242,6 +249,8 @@ class CheckpointingStrategy(DDPStrategy):
             }
         if save_param_scheduler and hasattr(self, "param_schedulers"):
             content["param_schedulers"] = self.scheduler_state_dict()
+            if "progress" in content:
+                content["progress"]["schedulers"] = scheduler_classes(self.param_schedulers)
         content |= extra_ckpt or {}
         content["meta"] = {
             **content.get("meta", {}),
