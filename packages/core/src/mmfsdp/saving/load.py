@@ -43,7 +43,8 @@ def load_checkpoint(
     """Load a checkpoint of any kind and world size into a sharded model. Collective: every rank.
 
     The first rank reads the checkpoint's description and tells each rank where its own part lies; each rank reads only
-    that. The work of a rank depends on the size of its part, not on the number of ranks.
+    that. The work of a rank depends on the size of its part, not on the number of ranks. Every rank gets the first
+    rank's buffers; `CheckpointManager.resume` restores each rank's own where they differ, such as running statistics.
 
     Args:
         path: Anything that `mmfsdp.checkpoint.open_layout` reads: what `save_checkpoint` wrote, a ``.pth`` of plain

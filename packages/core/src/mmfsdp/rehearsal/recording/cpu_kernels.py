@@ -71,8 +71,8 @@ def _converted_bytes(args: Any) -> int:
 def _product_bytes(one: torch.Tensor) -> int:
     """Return the bytes of the blocks in which a thread multiplies in 16 bits: sums in float32, and copied factors.
 
-    As measured with torch 2.13 and oneDNN 3.12 on AVX-512 and one thread, as torchrun starts a rank. A first factor
-    that is transposed is copied, too.
+    As measured with torch 2.13 and oneDNN 3.12 on AVX-512 and one thread, as torchrun starts a rank. A
+    transposed first factor is also copied.
     """
     if one.element_size() != 2:
         return 0
