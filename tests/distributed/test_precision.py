@@ -254,6 +254,9 @@ def test_what_a_model_declares_to_need_float32_computes_in_it() -> None:
         ({"precision": "fp16", "wrap": "Linear", "engine": "fsdp1"}, kept),
         ({"precision": "fp16", "sharding": "NO_SHARD", "wrap": "none"}, kept),
         ({"precision": "bf16"}, {("wi", brain), ("wo", brain), ("router", full)}),
+        ({"precision": "bf16-pure"}, {("wi", brain), ("wo", brain), ("router", full)}),
+        ({"precision": "bf16-pure", "engine": "fsdp1"}, {("wi", brain), ("wo", brain), ("router", full)}),
+        ({"precision": "bf16-pure", "sharding": "NO_SHARD"}, {("wi", brain), ("wo", brain), ("router", full)}),
         ({"precision": "fp32"}, {("wi", full), ("wo", full), ("router", full)}),
         (
             {"precision": {"preset": "fp16", "overrides": [{"modules": "blocks.*.wo", "param_dtype": "float16"}]}},

@@ -118,6 +118,10 @@ def unit_precision(
             cast_forward_inputs=override.cast_forward_inputs,
             full_precision=override.param_dtype in (None, "float32"),
         )
+    if is_kept(match.fqn, kept) and _is_stored_lower(match.module, config.storage_dtype):
+        return UnitPrecision(
+            param_dtype="float32", reduce_dtype="float32", cast_forward_inputs=False, full_precision=True
+        )
     if (full is not None and type(match.module) in full) or is_kept(match.fqn, kept):
         return UnitPrecision(cast_forward_inputs=False, full_precision=True)
     return UnitPrecision(
@@ -126,6 +130,12 @@ def unit_precision(
         # What kept modules add to is float32, and may be too large for float16. Layers cast it where they need to.
         cast_forward_inputs=config.cast_forward_inputs and not holds_kept(match.fqn, kept),
     )
+
+
+def _is_stored_lower(module: nn.Module, storage_dtype: str | None) -> bool:
+    """Tell whether shards of a module are stored in fewer bits than float32, so that what computes is to be cast."""
+    dtypes = [storage_dtype] if storage_dtype else [canonical_dtype(param.dtype) for param in module.parameters()]
+    return any(dtype in ("float16", "bfloat16") for dtype in dtypes)
 
 
 def unit_reshard(match: Match, default: bool | int, *, replicated: bool = False) -> bool | int:

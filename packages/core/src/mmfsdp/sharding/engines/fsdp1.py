@@ -97,7 +97,8 @@ def unit_arguments(model: nn.Module, plan: ShardPlan, unit: ShardUnit, mesh: Dev
     """Return the arguments with which FullyShardedDataParallel wraps one unit of the plan."""
     named = {clean_fqn(name): param for name, param in model.named_parameters()}
     mixed = None
-    if not unit.precision.full_precision and (unit.precision.param_dtype or unit.precision.reduce_dtype):
+    stored_as_used = unit.precision.full_precision and all(param.dtype == "float32" for param in unit.params)
+    if not stored_as_used and (unit.precision.param_dtype or unit.precision.reduce_dtype):
         mixed = MixedPrecision(
             param_dtype=_torch_dtype(unit.precision.param_dtype),
             reduce_dtype=_torch_dtype(unit.precision.reduce_dtype or unit.precision.param_dtype),
