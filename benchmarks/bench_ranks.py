@@ -22,7 +22,7 @@ from benchmarks.measuring import sized
 from benchmarks.simulated import Work, counted_reads, run_threads
 from mmfsdp.basics.boxes import EvenBoxes, sharded_box
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.formats.dcp_index import FILE, Named, Rules, index_bytes
+from mmfsdp.checkpoint.formats.dcp.index import FILE, Named, Rules, index_bytes
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks

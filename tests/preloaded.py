@@ -15,7 +15,7 @@ NAMES = [
     "matplotlib.pyplot",
     "mmengine.runner",
     "mmfsdp.checkpoint.conversion.converting",
-    "mmfsdp.checkpoint.formats.torch_zip_writer",
+    "mmfsdp.checkpoint.formats.torch_files.torch_zip_writer",
     "mmfsdp.checkpoint.inspection.verification",
     "mmfsdp.rehearsal.measuring",
     "pytest",

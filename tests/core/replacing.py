@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.checkpoint.conversion import disk_target
+from mmfsdp.checkpoint.conversion import targets
 from mmfsdp.checkpoint.files import disk
 from mmfsdp.checkpoint.files.siblings import ABANDONED, interrupted
 
@@ -41,7 +41,7 @@ def main(directory: Path, name: str, over: bool, refused: bool) -> None:
 def killed(source: Path, target: Path, options: dict[str, Any], step: int, refused: bool) -> bool:
     child = os.fork()
     if child == 0:
-        commit = disk_target.commit
+        commit = targets.commit
         count = 0
 
         def hook(event: str, _: Any) -> None:
@@ -55,7 +55,7 @@ def killed(source: Path, target: Path, options: dict[str, Any], step: int, refus
             sys.addaudithook(hook)
             commit(*arguments, **more)
 
-        disk_target.commit = watched  # type: ignore[attr-defined]
+        targets.commit = watched  # type: ignore[attr-defined]
         if refused:
             disk._renameat2 = lambda *_: False  # as on a file system without it
         convert(source, target, **options)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from mmfsdp.checkpoint import Chunk, TargetExistsError, TensorEntry, convert, open_layout
-from mmfsdp.checkpoint.formats.zip_archive import read_records
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.manifest import write_manifest

@@ -15,7 +15,7 @@ import pytest
 from tests.core.samples import write_samples
 
 from mmfsdp.checkpoint import convert, diff, open_layout, verify
-from mmfsdp.checkpoint.formats.zip_archive import read_records
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import read_records
 from mmfsdp.checkpoint.inspection.verification import VerifyReport
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mmfsdp.basics.dtypes import DTYPES, to_torch
 from mmfsdp.checkpoint import convert, open_layout, verify
-from mmfsdp.checkpoint.formats.dcp import INTEGER_KEYS
+from mmfsdp.checkpoint.formats.dcp.metadata import INTEGER_KEYS
 from mmfsdp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

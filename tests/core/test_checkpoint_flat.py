@@ -24,8 +24,8 @@ from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     spans_in_order,
     spans_of_views,
 )
-from mmfsdp.checkpoint.formats.safetensors import plan_file
-from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.safetensors.safetensors_files import plan_file
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError

@@ -373,7 +373,7 @@ from pathlib import Path
 from mmfsdp.checkpoint import Chunk, Layout, TensorEntry, convert, open_layout
 from mmfsdp.checkpoint import manifest
 from mmfsdp.checkpoint.files import atomic
-from mmfsdp.checkpoint.formats.torch_zip_writer import plan_file
+from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import plan_file
 from mmfsdp.checkpoint.files.planned_files import write_files
 write_files(Path({str(tmp_path / "a.pth")!r}), [plan_file("", {{"state_dict": {{}}}}, {{}})])
 convert({str(tmp_path / "a.pth")!r}, {str(tmp_path / "b.safetensors")!r})

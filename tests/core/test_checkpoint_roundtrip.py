@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mmfsdp.basics.dtypes import DTYPES, numbers_per_element, to_torch
 from mmfsdp.checkpoint import convert, open_layout
-from mmfsdp.checkpoint.formats import torch_zip_writer, zip_archive
+from mmfsdp.checkpoint.formats.torch_files import torch_zip_writer, zip_archive
 
 SAFETENSORS_DTYPES = [name for name, (_, code) in DTYPES.items() if code is not None and "float6" not in name]
 # What safetensors 0.4 and later read on every torch that is supported.

@@ -318,7 +318,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(source: Path, monkeyp
 
 
 def test_output_that_differs_never_appears(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfsdp.checkpoint.conversion import disk_target
+    from mmfsdp.checkpoint.conversion import targets
 
     def spoiled(path: Path, *arguments: Any, **options: Any) -> Any:
         entries = write(path, *arguments, **options)
@@ -327,8 +327,8 @@ def test_output_that_differs_never_appears(source: Path, monkeypatch: pytest.Mon
         path.write_bytes(data)
         return entries
 
-    write = disk_target.write_files
-    monkeypatch.setattr(disk_target, "write_files", spoiled)
+    write = targets.write_files
+    monkeypatch.setattr(targets, "write_files", spoiled)
     with pytest.raises(CorruptCheckpointError, match=r"What was written is damaged: The data of tensor '.*' in"):
         convert(source, source.with_name("out.safetensors"), verify_output=True)
     assert [path.name for path in source.parent.iterdir()] == ["in.pth"]

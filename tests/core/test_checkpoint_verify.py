@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from mmfsdp.checkpoint import open_layout, verify
-from mmfsdp.checkpoint.formats.zip_archive import read_records
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import read_records
 from mmfsdp.checkpoint.integrity import scan_file
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, UnsafePickleError

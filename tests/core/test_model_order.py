@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.model_order import in_model_order
+from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import in_model_order
 from mmfsdp.checkpoint.layout import Layout
 
 

@@ -15,8 +15,8 @@ from benchmarks.simulated import Work, run_threads
 
 from mmfsdp.basics.boxes import EvenBoxes, sharded_box
 from mmfsdp.checkpoint import convert, open_layout
-from mmfsdp.checkpoint.formats import dcp_index
-from mmfsdp.checkpoint.formats.dcp_rules import rule_of
+from mmfsdp.checkpoint.formats.dcp import index as dcp_index
+from mmfsdp.checkpoint.formats.dcp.rules import rule_of
 from mmfsdp.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from mmfsdp.checkpoint.manifest_search import find_entry
 from mmfsdp.collective.scopes import Scope

@@ -18,8 +18,8 @@ from tests.distributed.test_reading_mmengine_local import same
 import mmfsdp
 from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.chunks import Record
-from mmfsdp.checkpoint.formats.pickled_dtensors import place_of
-from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledTensor
+from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import place_of
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor, PickledTensor
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, MmfsdpError
 from mmfsdp.testing import run_ranks, single_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -213,7 +214,7 @@ _BESIDE |= {"dataloader", "train_state", "meta", "message_hub", "rng_state", "em
 _RANDOM = "rng"  # the state of random number generators, which Composer keeps beside everything else
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """The weights of a checkpoint, and its other content."""
 
@@ -225,6 +226,11 @@ class Weights:
     """Everything beside the weights, by key."""
     above: Mapping[Any, Any] = field(default_factory=dict)
     """Everything beside the first key of ``where`` if there are several, by key."""
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The names of the weights' tensors, mapped to their names in the source."""
+        return named_tensors(self.weights)
 
     def left_out(self, *kept: str) -> list[str]:
         """Return the paths of everything beside the weights, except for some keys."""
@@ -360,7 +366,7 @@ def part_tensors(layout: Layout, keep: str) -> dict[str, TensorEntry]:
     if keep == "all":
         part = layout.tree
     elif keep == "model":
-        part = weights_of(layout).weights
+        return {name: layout.tensors[stored] for name, stored in weights_of(layout).names.items()}
     else:
         part = layout.tree[top_level_key(layout, keep)]
         if is_ref(part):  # it has no names below its own
@@ -395,7 +401,7 @@ def find_tensor(layout: Layout, name: str) -> TensorEntry:
     if name in layout.tensors:
         return layout.tensors[name]
     found = find_weights(layout.tree, is_ref)
-    if found is not None and (stored := named_tensors(found.weights).get(name)) is not None:
+    if found is not None and (stored := found.names.get(name)) is not None:
         return layout.tensors[stored]
     hint = closest(name, layout.tensors) or f" There are {len(layout.tensors)} tensors; `inspect` lists them."
     raise ConfigError(f"{layout.path.name} has no tensor {name!r}.{hint}", file=str(layout.path))

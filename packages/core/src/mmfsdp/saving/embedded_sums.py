@@ -14,8 +14,8 @@ from typing import Any
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.files.disk import OpenFiles
-from mmfsdp.checkpoint.formats.registry import format_named
-from mmfsdp.checkpoint.formats.zip_archive import ZipRecord, read_records
+from mmfsdp.checkpoint.formats.registry import format_of
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
@@ -51,12 +51,12 @@ def embedded_sums(layout: Layout) -> dict[Path, FileEntry]:
     Raises:
         CorruptCheckpointError: They are damaged.
     """
-    kind = format_named(layout.format)
-    if kind is None or not kind.mappable:
+    path = format_of(layout).mapped_file(layout)
+    if path is None:
         return {}
     with OpenFiles() as files:
-        source = files.descriptor(layout.path)
-        records = read_records(layout.path, source=source)
+        source = files.descriptor(path)
+        records = read_records(path, source=source)
         record = next((record for name, record in records.items() if name.endswith(_NAME)), None)
         if record is None:
             return {}
@@ -66,9 +66,9 @@ def embedded_sums(layout: Layout) -> dict[Path, FileEntry]:
             raise ValueError("its CRC-32 does not match")
         entry = _parsed(json.loads(data), record)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"Entry {record.name!r} of {layout.path.name}"
-        raise damaged(what, str(error), layout.path, record.offset) from error
-    return {} if entry is None else {layout.path: entry}
+        what = f"Entry {record.name!r} of {path.name}"
+        raise damaged(what, str(error), path, record.offset) from error
+    return {} if entry is None else {path: entry}
 
 
 def _root(archive: zipfile.ZipFile) -> str:

@@ -14,7 +14,8 @@ from mmfsdp.basics.text import WRAPPER_PREFIX, name_list
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import place
-from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within, optimizers_beside, weights_beside
+from mmfsdp.checkpoint.formats.deepspeed.format import of_deepspeed_within
+from mmfsdp.checkpoint.formats.opening import optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import listed
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks

@@ -25,8 +25,8 @@ from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
 from mmfsdp.checkpoint.files.disk import copy_here, sync
 from mmfsdp.checkpoint.files.planned_files import complete_file
+from mmfsdp.checkpoint.formats.common.source import Content
 from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
-from mmfsdp.checkpoint.formats.huggingface.folder_weights import plan_write
 from mmfsdp.checkpoint.formats.huggingface.memory_names import (
     Located,
     boxes_in_files,
@@ -34,9 +34,9 @@ from mmfsdp.checkpoint.formats.huggingface.memory_names import (
     names_in_files,
 )
 from mmfsdp.checkpoint.formats.huggingface.model_folders import companions, like_folder, weights_stem
+from mmfsdp.checkpoint.formats.huggingface.shard_indexes import plan_folder
 from mmfsdp.checkpoint.formats.huggingface.weight_names import Ties, check_names, own_weights
 from mmfsdp.checkpoint.formats.opening import open_layout
-from mmfsdp.checkpoint.formats.source import Content
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.collective.lost_ranks import Waiting
@@ -171,7 +171,7 @@ def write_model_folder(save: DirectorySave, folder: ModelFolder, scope: Scope, *
     Raises:
         CheckpointError: A file could not be written; raised on every rank.
     """
-    planned = plan_write(Content({}, folder.entries, folder.entries, stem=folder.stem))
+    planned = plan_folder(Content({}, folder.entries, folder.entries, stem=folder.stem))
 
     def create() -> None:
         with as_checkpoint_error(save.target):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes, meet, sharded_box
 from mmfsdp.basics.dtypes import canonical_dtype
-from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import read_tree
 from mmfsdp.checkpoint.tree import leaves, map_leaves
 from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.runtime.dtensors import box_of

@@ -13,9 +13,8 @@ from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.disk import permission_errors, place
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.opening import open_layout
-from mmfsdp.checkpoint.formats.registry import format_named
+from mmfsdp.checkpoint.formats.registry import format_of
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 from mmfsdp.checkpoint.tree import leaves, map_leaves, usual_content, usual_optimizer
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, same_path, scatter_objects, shared
@@ -245,19 +244,16 @@ def _opener(path: Path, reference: Callable[[], str | Path | Layout | None]) -> 
 
 def _content(source: Source, safe_globals: Iterable[Any], lazy: Collection[str] = ()) -> dict[str, Any]:
     layout = source.layout
-    kind = format_named(layout.format)
-    if kind is not None and kind.tensors_only:
+    kind = format_of(layout)
+    if kind.tensors_only:
         return {"state_dict": dict(lazy_tensors(source))}
-    by_rule = any(map(is_rule, layout.tensors.values()))  # then the rank that opens a file compares its size
-    if kind is not None and kind.of_dcp and not by_rule and (layout.path / MANIFEST_NAME).exists():
-        # DCP's own metadata cannot distinguish files of two saves; their sizes often can, and cost nothing to check.
-        check_manifest(layout.path)
+    if not any(map(is_rule, layout.tensors.values())):  # otherwise the rank that opens a file compares its size
+        kind.check_files(layout)
     return _named(stored_content(source, safe_globals), layout.path, lazy)
 
 
 def _is_mappable(source: Source) -> bool:
-    kind = format_named(source.layout.format)
-    return kind is not None and kind.mappable and not is_remote(source.path)
+    return format_of(source.layout).mapped_file(source.layout) is not None and not is_remote(source.path)
 
 
 def _mapped(path: Path, safe_globals: Iterable[Any]) -> dict[str, Any]:

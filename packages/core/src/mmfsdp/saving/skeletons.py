@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmfsdp.checkpoint.formats.zip_archive import CENTRAL, CENTRAL_CRC, DESCRIPTOR_CRC, END, END64, LOCATOR
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import CENTRAL, CENTRAL_CRC, DESCRIPTOR_CRC, END, END64, LOCATOR
 
 __all__ = ["Fill", "Skeleton", "bytes_of", "skeleton_of", "skeleton_of_tensor", "stored_bytes"]
 

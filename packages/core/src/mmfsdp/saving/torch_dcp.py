@@ -22,12 +22,12 @@ from torch.futures import Future
 from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.files.disk import not_written
-from mmfsdp.checkpoint.formats.dcp import TensorInfo
-from mmfsdp.checkpoint.formats.dcp_index import FILE, Item, Named, Rules, index_bytes
-from mmfsdp.checkpoint.formats.dcp_items import Location
-from mmfsdp.checkpoint.formats.dcp_names import Keys, NestedKinds, flatten_nested
-from mmfsdp.checkpoint.formats.dcp_rules import rule_of
-from mmfsdp.checkpoint.formats.dcp_writer import dcp_metadata
+from mmfsdp.checkpoint.formats.dcp.index import FILE, Item, Named, Rules, index_bytes
+from mmfsdp.checkpoint.formats.dcp.items import Location
+from mmfsdp.checkpoint.formats.dcp.metadata import TensorInfo
+from mmfsdp.checkpoint.formats.dcp.names import Keys, NestedKinds, flatten_nested
+from mmfsdp.checkpoint.formats.dcp.rules import rule_of
+from mmfsdp.checkpoint.formats.dcp.writer import dcp_metadata
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.lost_ranks import is_lost
 from mmfsdp.errors import MmfsdpError, StateDictError

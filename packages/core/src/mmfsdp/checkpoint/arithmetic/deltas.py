@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32, parse_json
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.tree import named_tensors, part_tensors, weights_of
+from mmfsdp.checkpoint.tree import part_tensors, weights_of
 from mmfsdp.errors import ConfigError, CorruptCheckpointError, FormatError
 
 __all__ = ["apply_delta", "checkpoint_delta"]
@@ -180,8 +180,7 @@ class _Row:
 
 
 def _restored(base: Layout, delta: Layout) -> Layout:
-    changes, found = part_tensors(delta, "model"), weights_of(base)
-    names = named_tensors(found.weights)
+    changes, names = part_tensors(delta, "model"), weights_of(base).names
     tensors: dict[str, TensorEntry] = {}
     for row in _rows(delta, changes):
         change = changes.get(row.name)

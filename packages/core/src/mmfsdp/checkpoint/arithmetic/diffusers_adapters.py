@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.arithmetic.adapters import Adapter
 from mmfsdp.checkpoint.arithmetic.factors import FactorTable, check_settings, trained_modules
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.formats.opening import open_layout
-from mmfsdp.checkpoint.formats.safetensors import read_entries
+from mmfsdp.checkpoint.formats.safetensors.safetensors_files import read_entries
 from mmfsdp.checkpoint.integrity import parse_json
 from mmfsdp.errors import ConfigError, FormatError
 

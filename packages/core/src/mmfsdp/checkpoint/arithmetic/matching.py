@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.files.dequantizing import dequantized, restored_sources
+from mmfsdp.checkpoint.files.dequantizing import restore_codes
 from mmfsdp.checkpoint.files.disk import place
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
@@ -50,11 +49,9 @@ def restored_for(layouts: Sequence[Layout], target: str | os.PathLike[str], conv
     Raises:
         ConfigError: ``quantize`` is ``'none'``, and none of them is quantised, or not as is read here.
     """
-    if conversion.quantize == "none":
-        return restored_sources(layouts)
-    if not conversion.quantize and not target_format(place(target, to_write=True), conversion).numbers_only:
+    if not target_format(place(target, to_write=True), conversion).restores_codes(conversion.quantize):
         return layouts
-    return [dequantized(layout) if scales_of(part_tensors(layout, "model")) else layout for layout in layouts]
+    return restore_codes(layouts, required=conversion.quantize == "none")
 
 
 def refuse_settings(conversion: Conversion, names: Sequence[str], why: str) -> None:

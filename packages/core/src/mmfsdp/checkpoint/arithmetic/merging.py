@@ -29,7 +29,7 @@ from mmfsdp.checkpoint.formats.huggingface.weight_names import also_the_head, is
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorRef
-from mmfsdp.checkpoint.tree import common_prefix, named_tensors, part_tensors, weights_of
+from mmfsdp.checkpoint.tree import common_prefix, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 
 __all__ = ["merge_lora"]
@@ -108,8 +108,9 @@ def _folder(base: Layout) -> Path:
 
 
 def _merged(base: Layout, adapter: Adapter, prefix: str) -> tuple[Layout, tuple[str, ...]]:
-    in_files = named_tensors(weights_of(base).weights)
-    found = find_names(base.tensors, in_files, _folder(base), [prefix + name for name in _wanted(adapter)])
+    found = find_names(
+        base.tensors, weights_of(base).names, _folder(base), [prefix + name for name in _wanted(adapter)]
+    )
     names = found.stored
     _check_modules(base, found, adapter, prefix)
     _refuse_codes(base, found, adapter, prefix)

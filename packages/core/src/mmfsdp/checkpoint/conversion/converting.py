@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,33 +10,26 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.descriptors import is_remote, prefetch, size_of
-from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Record
-from mmfsdp.checkpoint.conversion.disk_target import DiskTarget
 from mmfsdp.checkpoint.conversion.selection import intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.conversion.targets import Companion, Target
+from mmfsdp.checkpoint.conversion.targets import Companion, DiskTarget, Target
 from mmfsdp.checkpoint.failed_downloads import pointer_notes
-from mmfsdp.checkpoint.files.dequantizing import dequantized
+from mmfsdp.checkpoint.files.dequantizing import restore_codes
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.planned_files import Progress
-from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.common.format import Format
 from mmfsdp.checkpoint.formats.opening import opened
-from mmfsdp.checkpoint.formats.registry import format_named
-from mmfsdp.checkpoint.formats.source import MODEL_FILES
+from mmfsdp.checkpoint.formats.registry import format_of
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest, damaged_file
-from mmfsdp.checkpoint.tree import find_weights, is_ref, part_tensors
+from mmfsdp.checkpoint.tree import find_weights, is_ref
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = ["ConversionReport", "convert"]
-
-# One of the files that Hugging Face's libraries divide a model into.
-_NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +126,9 @@ def convert(
     to = _target(path, kind, chosen)
     to.refuse_source(layout)
     chosen = _completed(chosen, kind, layout)
-    like = Path()
+    form = kind.model_form(chosen.like, layout.path, path)
     if kind.like:
-        like = _like(chosen.like, layout.path, path, kind)
-        chosen = chosen.changed({"like": str(like)})
-    form = kind.model_form(like)
+        chosen = chosen.changed({"like": str(form.like)})
     copied = form.companions(path if chosen.overwrite else None)
     overflowed: Counter[str] = Counter()
     intent = intended(layout, kind, chosen, overflowed, form)
@@ -150,8 +140,9 @@ def convert(
     beside: dict[str, Companion] = {**copied, **form.rewritten(intent.written, chosen.quantize)}
     free = to.check(intent, beside)
     final = path if dry_run else to.write(intent, beside, progress)
-    noted = pointer_notes(copied)
-    noted += [note for origin in layout.origins or (layout,) for note in origin.notes]
+    origins = layout.origins or (layout,)
+    not_read = next(filter(None, (format_of(origin).notes(origin) for origin in origins)), ())
+    noted = [*not_read, *pointer_notes(copied), *(note for origin in origins for note in origin.notes)]
     return ConversionReport(
         path=str(final),
         format=intent.format,
@@ -165,7 +156,7 @@ def convert(
         renamed=intent.renamed,
         casts=intent.casts,
         overflowed=dict(overflowed),
-        notes=(*_not_read(layout), *noted, *restored, *intent.notes),
+        notes=(*noted, *restored, *intent.notes),
         verified=chosen.verify_output and not dry_run,
         dry_run=dry_run,
         seconds=time.perf_counter() - began,
@@ -174,44 +165,12 @@ def convert(
 
 def _numbers(layout: Layout, kind: Format, chosen: Conversion) -> tuple[Layout, tuple[str, ...]]:
     """Return the source with its 8-bit codes restored if what is written is made of numbers, and a note of that."""
-    codes: Mapping[str, str] = {}
-    if chosen.quantize != "none":
-        found = find_weights(layout.tree, is_ref) if chosen.quantize or kind.numbers_only else None
-        codes = scales_of(part_tensors(layout, "model")) if found else {}
-        if not codes:
-            return layout, ()
-    notes = (f"{len(codes)} weights were codes of 8 bits, and are restored",) if codes else ()
-    return dequantized(layout), notes
-
-
-def _not_read(layout: Layout) -> tuple[str, ...]:
-    """Return a note of what may belong to the source and is not read: files beside it, or of other ranks or parts."""
-    for origin in layout.origins or (layout,):
-        if (kind := format_named(origin.format)) is not None and kind.lone_ranks:
-            files = f"files of {origin.world_size} ranks" if origin.world_size > 1 else "the file of one rank"
-            return (f"read: {files} of {origin.path.name}; how many there were is not written anywhere",)
-        if other := _weights_beside(origin):
-            return (f"not read: {other} of {origin.path.name}, which may hold other weights than those that were read",)
-    kinds = ((origin, format_named(origin.format)) for origin in layout.origins or (layout,))
-    if others := [name for origin, kind in kinds if kind is not None for name in kind.files_beside(origin)]:
-        remedy = "common.pt is read with trust" if "common.pt" in others else "convert such a file by itself"
-        return (f"not read, as no part of the DCP directory: {name_list(others, 3)}; {remedy}",)
-    match = _NUMBERED.fullmatch(layout.path.name)
-    if match is None or int(match[1]) < 2 or layout.path.is_dir():
-        return ()
-    return (f"{layout.path.name} is one of {int(match[1])} files: give the directory or the index for all tensors",)
-
-
-def _weights_beside(layout: Layout) -> str | None:
-    """Return the one of a model's file and its index that is not read, if a folder has both: one is left over."""
-    kind = format_named(layout.format)
-    if is_remote(layout.path) or kind is None or not kind.of_model or not layout.path.is_dir():
-        return None
-    read = {file.name for file in layout.files()}
-    for file, index in zip(MODEL_FILES[::2], MODEL_FILES[1::2], strict=True):
-        if all(present(layout.path / name) for name in (file, index)):
-            return index if file in read else file
-    return None
+    required = chosen.quantize == "none"
+    if not kind.restores_codes(chosen.quantize) or not (required or find_weights(layout.tree, is_ref)):
+        return layout, ()
+    [restored] = restore_codes([layout], required=required)
+    count = sum(entry is not layout.tensors[name] for name, entry in restored.tensors.items())
+    return restored, (f"{count} weights were codes of 8 bits, and are restored",) if count and not required else ()
 
 
 def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
@@ -230,12 +189,6 @@ def _target(path: Path, kind: Format, chosen: Conversion) -> Target:
     from mmfsdp.checkpoint.conversion.uploading import StoreTarget
 
     return StoreTarget(path, kind, chosen)
-
-
-def _like(given: str | None, source: Path, target: Path, kind: Format) -> Path:
-    from mmfsdp.checkpoint.formats.huggingface.model_folders import like_folder
-
-    return like_folder(given, source, target, f"A {kind.like}")
 
 
 def _check_save(layout: Layout) -> None:

@@ -6,7 +6,7 @@ import collections
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,11 @@ from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.journal import lasting_id
-from mmfsdp.checkpoint.formats.format import Format
-from mmfsdp.checkpoint.formats.model_forms import Made, ModelForm
+from mmfsdp.checkpoint.formats.common.format import Format, Made, ModelForm
+from mmfsdp.checkpoint.formats.common.source import Content
 from mmfsdp.checkpoint.formats.opening import open_layout
-from mmfsdp.checkpoint.formats.registry import format_named
-from mmfsdp.checkpoint.formats.source import Content
-from mmfsdp.checkpoint.formats.suggestions import of_deepspeed_within
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.left_empty import refuse_left_empty
-from mmfsdp.checkpoint.state_keys import states_by_name, states_by_place
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError
 
@@ -83,7 +79,9 @@ def intended(
     ranks = Ranks.parse(1 if conversion.ranks is None else conversion.ranks)
     selection = select(layout, keep, conversion.drop, rules, use_ema=conversion.use_ema)
     if keep != "model":
-        selection = _with_states(selection, layout, target)
+        tree, notes = target.convert_states(selection.tree, layout)
+        part = tree if selection.part is selection.tree else next(iter(tree.values()), selection.part)
+        selection = replace(selection, tree=tree, part=part, notes=(*selection.notes, *notes))
     if conversion.recipe is not None:
         layout, selection = _through_recipe(
             layout, selection, conversion.recipe, conversion, [form.like] if conversion.like else []
@@ -91,8 +89,7 @@ def intended(
     by_recipe = conversion.recipe is not None
     if (made := form.named(_stored(layout, selection), open_layout, by_recipe=by_recipe)) is not None:
         layout, selection = _with_weights(layout, selection, made, target.name)
-    names = named_tensors(selection.part)
-    stored = {name: layout.tensors[source] for name, source in names.items()}
+    names, stored = selection.names, _stored(layout, selection)
     refuse_left_empty(stored, layout.path)
     if target.tensors_only and not stored and layout.tensors:
         raise ConfigError(
@@ -110,9 +107,10 @@ def intended(
     named = dict(finished.tensors)
     selection = replace(selection, notes=(*selection.notes, *kept_codes, *finished.notes))
     # What lies beside the part, such as tensors in `meta`, is written as it is.
-    bare = target.flat and keep == "model"
+    bare = target.writes_bare(keep)
     tree = selection.part if bare else selection.tree
-    tensors = {source: layout.tensors[source] for source in named_tensors(tree).values()}
+    all_names = names if bare else named_tensors(tree)
+    tensors = {source: layout.tensors[source] for source in all_names.values()}
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
     content = Content(tree, tensors, named, limit, ranks, keys=finished.keys, stem=form.stem())
@@ -124,7 +122,7 @@ def intended(
         written: Mapping[str, TensorEntry] = named
         dropped += tuple(path for path in tensor_free_paths(tree) if tree.get(path) not in ({}, []))
     else:
-        written = {name: tensors[source] for name, source in named_tensors(tree).items()}
+        written = {name: tensors[source] for name, source in all_names.items()}
         if bare and selection.tree.get("meta"):
             dropped += ("meta",)
     sources = tuple(names.values()) if target.tensors_only else tuple(tensors)
@@ -141,17 +139,8 @@ def intended(
         renamed=rules.renames,
         casts=casts,
         dropped=dropped,
-        notes=(*selection.notes, *_of_another_copy(layout)),
+        notes=selection.notes,
     )
-
-
-def _of_another_copy(layout: Layout) -> tuple[str, ...]:
-    """Return a note if DeepSpeed's checkpoint lies within the folder: its weights may be of higher precision."""
-    kind = format_named(layout.format)
-    if kind is None or not kind.of_model or (name := of_deepspeed_within(layout.path)) is None:
-        return ()
-    given = layout.path.name
-    return (f"{given}/{name} is DeepSpeed's, with weights in full precision and optimizer state, which {given} lacks",)
 
 
 def _through_recipe(
@@ -172,7 +161,7 @@ def _through_recipe(
 
 def _stored(layout: Layout, selection: Selection) -> dict[str, TensorEntry]:
     """Return the tensors of the part that is kept, by their names in it."""
-    return {name: layout.tensors[source] for name, source in named_tensors(selection.part).items()}
+    return {name: layout.tensors[source] for name, source in selection.names.items()}
 
 
 def _with_weights(layout: Layout, selection: Selection, made: Made, maker: str) -> tuple[Layout, Selection]:
@@ -186,18 +175,6 @@ def _with_weights(layout: Layout, selection: Selection, made: Made, maker: str) 
 def _with_part(selection: Selection, part: dict[Any, Any]) -> Selection:
     tree = {key: part if value is selection.part else value for key, value in selection.tree.items()}
     return replace(selection, tree=tree, part=part)
-
-
-def _with_states(selection: Selection, layout: Layout, target: Format) -> Selection:
-    """Give optimizer state the form that users of the target expect; a file of tensors alone keeps the source's."""
-    if target.tensors_only:
-        return selection
-    if target.optimizer_names:
-        tree, notes = states_by_name(selection.tree, layout)
-    else:
-        tree, notes = states_by_place(selection.tree), ()
-    part = tree if selection.part is selection.tree else next(iter(tree.values()), selection.part)
-    return replace(selection, tree=tree, part=part, notes=(*selection.notes, *notes))
 
 
 def _count(overflowed: Counter[str], name: str, elements: int) -> None:
@@ -216,6 +193,11 @@ class Selection:
     """Paths of what is left out, sorted into top-level keys and then excluded names."""
     notes: tuple[str, ...]
     """Facts that the user should know."""
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The names of tensors within the part, mapped to their names in the source."""
+        return named_tensors(self.part)
 
 
 def select(layout: Layout, keep: str, drop: Sequence[str], rules: NameRules, *, use_ema: bool = False) -> Selection:

@@ -13,15 +13,15 @@ from typing import Any, Self
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.basics.text import compile_pattern, compile_regex, name_list, parse_bytes
-from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.common.format import Format
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format, format_of_suffix
 from mmfsdp.config.settings_file import read_settings
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Conversion", "NameRules", "target_format"]
 
-_READ = [item for item in FORMATS if item.reader is not None]
-_WRITTEN = [item for item in FORMATS if item.writer is not None]
+_READ = [item for item in FORMATS if item.reads]
+_WRITTEN = [item for item in FORMATS if item.writes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ def target_format(path: Path, conversion: Conversion) -> Format:
         ("max_shard_size", target.divides, _named(lambda item: item.divides)),
         ("like", bool(target.like), _named(lambda item: bool(item.like))),
         ("quantize", quantizes, _named(lambda item: conversion.quantize in item.quantizes)),
-        ("verify_output", target.reader is not None, "that can be read"),
+        ("verify_output", target.reads, "that can be read"),
         ("publish", not target.directory, "of a single file"),
         ("ranks", target.by_rank, "'dcp' or 'local'"),
     ):

@@ -15,15 +15,15 @@ from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, value
 from mmfsdp.checkpoint.files.rounding import Rounding
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.tree import is_ref, named_tensors, part_tensors, weights_of
+from mmfsdp.checkpoint.tree import is_ref, part_tensors, weights_of
 from mmfsdp.errors import ConfigError
 
-__all__ = ["dequantized", "restored_sources"]
+__all__ = ["restore_codes"]
 
 _READ = 1 << 20  # bytes of codes at a time, or one row
 
 
-def dequantized(layout: Layout) -> Layout:
+def _dequantized(layout: Layout) -> Layout:
     """Return a checkpoint with its weights as numbers: each code times its scale, exact or rounded once.
 
     `scales_of` says how scales are named, and `block_of` which shapes they have. Tensors without one stay. Scales of
@@ -40,7 +40,8 @@ def dequantized(layout: Layout) -> Layout:
             the tensor. Or numpy is missing.
     """
     require_numpy("Restoring quantised weights")
-    given = part_tensors(layout, "model")
+    part = weights_of(layout)
+    given = {name: layout.tensors[stored] for name, stored in part.names.items()}
     if others := not_restored(given):
         raise ConfigError(others, config="quantize")
     found = scales_of(given)
@@ -51,12 +52,10 @@ def dequantized(layout: Layout) -> Layout:
         raise ConfigError(_nothing(layout, given), config="quantize")
     check_coverage(layout, [scale.name for scale in scales.values()])
     gone = needless_parts(given, found)
-    part = weights_of(layout)
-    stored = named_tensors(part.weights)
-    left_out = {stored[name] for name in gone}
+    left_out = {part.names[name] for name in gone}
     tensors = {name: entry for name, entry in layout.tensors.items() if name not in left_out}
     for name, scale in scales.items():
-        tensors[stored[name]] = _Restored.of(given[name], scale)
+        tensors[part.names[name]] = _Restored.of(given[name], scale)
     tree = _pruned(layout.tree, part.where, left_out)
     return replace(layout, tensors=tensors, tree=tree, origins=layout.origins or (layout,))
 
@@ -85,16 +84,20 @@ def _pruned(tree: Mapping[Any, Any], where: Sequence[Any], names: Container[str]
     return kept
 
 
-def restored_sources(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return checkpoints of which one or more are quantised, with those restored.
+def restore_codes(layouts: Sequence[Layout], *, required: bool) -> list[Layout]:
+    """Return checkpoints, with those restored that are quantised.
+
+    Args:
+        layouts: The checkpoints.
+        required: Whether one or more must be quantised.
 
     Raises:
-        ConfigError: See `dequantized`; none of them is quantised.
+        ConfigError: See `_dequantized`; or none of them is quantised, and one has to be.
     """
     scaled = [bool(scales_of(part_tensors(layout, "model"))) for layout in layouts]
-    if not any(scaled):
-        dequantized(layouts[0])  # raises
-    return [dequantized(layout) if own else layout for layout, own in zip(layouts, scaled, strict=True)]
+    if required and not any(scaled):
+        _dequantized(layouts[0])  # raises
+    return [_dequantized(layout) if own else layout for layout, own in zip(layouts, scaled, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.failed_downloads import explained, stand_in
 from mmfsdp.checkpoint.files.disk import nearest, of_file, permission_errors, place
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.formats.foreign import what_to_use
-from mmfsdp.checkpoint.formats.format import Format
+from mmfsdp.checkpoint.formats.common.foreign import what_to_use
+from mmfsdp.checkpoint.formats.common.format import Format
+from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, PART_FILE, Source
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
-from mmfsdp.checkpoint.formats.source import INDEX_SUFFIX, PART_FILE, Source
-from mmfsdp.checkpoint.formats.suggestions import nearby, weights_beside
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import (
@@ -31,7 +32,14 @@ from mmfsdp.errors import (
     IncompleteCheckpointError,
 )
 
-__all__ = ["open_layout", "opened"]
+__all__ = ["open_layout", "opened", "optimizers_beside", "weights_beside"]
+
+_MOST_TRIED, _MOST_DIRECTORIES = 100, 10  # names in a directory
+_OPTIMIZER = re.compile(r"(.*/)?optim.*")
+_NO_WEIGHTS = re.compile(  # what trainers save beside weights and optimizer
+    r"(rng_state|random_states|scheduler|lr_scheduler|training_args|scaler|sampler|dl_state_dict|data)(_\d+)?"
+    r"\.(bin|pt|pth)|rng|dataloader"
+)
 
 
 def open_layout(
@@ -126,7 +134,7 @@ def _recognised(source: Source) -> Format:
             file=str(source.path),
         )
     for item in FORMATS:
-        if item.sniff is not None and item.sniff(source):
+        if item.recognises(source):
             return item
     path = source.path
     if text := what_to_use(source.head, source.names or [path.name]):
@@ -143,7 +151,7 @@ def _recognised(source: Source) -> Format:
             )
         raise CheckpointNotFoundError(
             f"The directory {str(path)!r} is not a checkpoint: {reason}. It holds "
-            f"{name_list(source.names) or 'nothing'}.{nearby(source)}",
+            f"{name_list(source.names) or 'nothing'}.{_nearby(source)}",
             file=str(path),
         )
     if not source.head:
@@ -163,10 +171,65 @@ def _chosen(name: str, path: Path) -> Format:
     kind = "directory" if directory else "file"
     return find_format(
         name,
-        [item for item in FORMATS if item.reader and item.directory == directory],
+        [item for item in FORMATS if item.reads and item.directory == directory],
         f"format of the {kind} {path.name!r}",
     )
 
 
 def _reference(given: str | os.PathLike[str] | Layout | None, trust: bool) -> Layout | None:
     return None if given is None else opened(given, trust=trust)
+
+
+def _nearby(source: Source) -> str:
+    """Return a sentence that names the checkpoints within a directory, or the one that the directory is part of."""
+    path, names = source.path, source.names
+    unfinished = any(name.endswith(".distcp") for name in names)
+    names = [name for name in names if not name.endswith(".distcp")]  # which are parts
+    inner = _checkpoints_within(path, names) or [
+        f"{name}/{below}" for name in names[:_MOST_DIRECTORIES] for below in _checkpoints_within(path / name)
+    ]
+    if inner:
+        return f" Open a checkpoint within it: {name_list(inner)}."
+    if names and not unfinished and not is_remote(path):
+        above = path.absolute().parent
+        if _looks_like_checkpoint(above):
+            return f" The directory above it is a checkpoint: {str(above)!r}."
+    return ""
+
+
+def optimizers_beside(path: Path) -> list[str]:
+    """Return the names beside a checkpoint's that are of optimizers, as accelerate's ``optimizer_0``."""
+    return [name for name in _beside(path) if _OPTIMIZER.fullmatch(name)]
+
+
+def weights_beside(path: Path) -> list[str]:
+    """Return the names of other checkpoints beside one that is of an optimizer; none for others."""
+    if not _OPTIMIZER.fullmatch(path.name):
+        return []
+    return [name for name in _beside(path) if not _OPTIMIZER.fullmatch(name)]
+
+
+def _beside(path: Path) -> list[str]:
+    if is_remote(path):
+        return []
+    path = path.absolute()
+    return [name for name in _checkpoints_within(path.parent) if name != path.name]
+
+
+def _checkpoints_within(directory: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Return the names in a directory, if it is one, that look like checkpoints, those of optimizers last."""
+    try:
+        if names is None:
+            names = Source(directory).names
+        tried = [name for name in names if not _NO_WEIGHTS.fullmatch(name)][:_MOST_TRIED]
+        found = [name for name in tried if _looks_like_checkpoint(directory / name)]
+    except OSError:  # what cannot be read is not suggested
+        return []
+    return sorted(found, key=lambda name: _OPTIMIZER.fullmatch(name) is not None)
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    source, directory = Source(path), path.is_dir()
+    return (directory or path.is_file()) and any(
+        item.directory == directory and item.recognises(source) for item in FORMATS
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.files.dequantizing import restored_sources
+from mmfsdp.checkpoint.files.dequantizing import restore_codes
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
 from mmfsdp.checkpoint.files.expecting import compared_extents
@@ -148,7 +148,7 @@ def diff(
     began = time.perf_counter()
     one, two = in_one_form(*(opened(given, trust=trust, reference=reference) for given in (a, b)))
     if dequantize:
-        one, two = restored_sources([one, two])
+        one, two = restore_codes([one, two], required=True)
     scope = _common_scope(one, two) if keep is None else keep
     ours, theirs = part_tensors(one, scope), part_tensors(two, scope)
     if strip_prefix:

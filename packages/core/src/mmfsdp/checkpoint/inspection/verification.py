@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.descriptors import is_remote, read_at
-from mmfsdp.basics.text import human_bytes, name_list
+from mmfsdp.basics.descriptors import is_remote
+from mmfsdp.basics.text import human_bytes
 from mmfsdp.checkpoint.failed_downloads import stand_in
 from mmfsdp.checkpoint.files.disk import place, present
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
-from mmfsdp.checkpoint.formats.registry import format_named
-from mmfsdp.checkpoint.formats.zip_archive import read_records
+from mmfsdp.checkpoint.formats.registry import format_of
+from mmfsdp.checkpoint.formats.torch_files.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
@@ -291,8 +291,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
     Raises:
         CorruptCheckpointError, FormatError: An archive's directory cannot be read.
     """
-    kind = format_named(layout.format)
-    is_of_dcp = kind is not None and kind.of_dcp
+    kind = format_of(layout)
     marks: dict[Path, dict[Extent, Mark]] = {}
     unchecked_tensors, unchecked_bytes = 0, 0
     whole = {file for file, entry in listed.items() if entry.crc32 is not None}
@@ -308,7 +307,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
                 blind += chunk.nbytes
         unchecked_tensors, unchecked_bytes = unchecked_tensors + (blind > 0), unchecked_bytes + blind
     # The pickle, and what other ranks hold a copy of, is in no tensor of the layout.
-    for file in () if is_of_dcp else _archives(layout):  # DCP's are files of archives, all listed in the layout
+    for file in kind.archives(layout):
         for item in read_records(file).values():
             extent = item.offset, item.nbytes
             if item.crc32 is not None:
@@ -321,13 +320,9 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
             f"the data of {unchecked_tensors} of {len(layout.tensors)} tensors ({human_bytes(unchecked_bytes)}): "
             f"{layout.format} stores no checksum for it, and no {MANIFEST_NAME} has one"
         )
-    # The metadata of DCP says where things lie, which is the same for every step.
-    several = is_of_dcp or len(list(layout.files())) > 1
-    if not listed and several and not (kind is not None and kind.names_its_save):
+    if not listed and kind.may_mix_saves(layout):
         unchecked.append(f"whether all files are of one save: there is no {MANIFEST_NAME}")
-    if kind is not None and (others := kind.files_beside(layout)):
-        unchecked.append(f"what is no part of the DCP directory: {name_list(others, 3)}")
-    return checks, unchecked
+    return checks, [*unchecked, *kind.unchecked(layout)]
 
 
 def _checks(file: Path, marks: Mapping[Extent, Mark], entry: FileEntry | None) -> Iterator[Check]:
@@ -344,12 +339,3 @@ def _checks(file: Path, marks: Mapping[Extent, Mark], entry: FileEntry | None) -
             batch, size = [], 0
     if batch:
         yield Check(file, tuple(batch))
-
-
-def _archives(layout: Layout) -> Iterator[Path]:
-    """Yield the files that are one archive of ``torch.save`` each."""
-    files = [layout.path] if layout.path.is_file() else sorted(layout.path.glob("rank*.pth"))
-    for file in dict.fromkeys([*files, *layout.files()]):
-        with file.open("rb") as opened:
-            if read_at(opened.fileno(), 4, 0) == b"PK\x03\x04":
-                yield file

@@ -13,11 +13,11 @@ from typing import Any
 
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.common.source import OF_DEEPSPEED
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import RANK_FILE, WHOLE_FILE, Files
-from mmfsdp.checkpoint.formats.deepspeed.tagged_folders import STATES
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams
-from mmfsdp.checkpoint.formats.torch_zip import read_tree
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
@@ -36,7 +36,7 @@ def stages_of(folder: Path, *, trust: bool) -> list[Files]:
         IncompleteCheckpointError: Files of a stage are missing.
         CorruptCheckpointError: There are two files of one rank, or stages are of different saves.
     """
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(STATES))
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(OF_DEEPSPEED))
     is_pipeline = any(_LAYER_FILE.fullmatch(name) for name in names) or _says_so(folder, names, trust=trust)
     known: dict[int, list[str]] = {0: []}
     for name in names:

@@ -13,7 +13,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import Piece, Shapes
-from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError

@@ -13,19 +13,27 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, Source
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import FrozenParams, ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
-from mmfsdp.checkpoint.formats.deepspeed.tagged_folders import folder_of
 from mmfsdp.checkpoint.formats.deepspeed.universal import UniversalParams, check_listed
-from mmfsdp.checkpoint.formats.source import Source
-from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, add_whole
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, add_whole
+from mmfsdp.checkpoint.integrity import inside, refuse_special
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import map_leaves, unique_name
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError, MmfsdpError
+from mmfsdp.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+    MmfsdpError,
+)
 
 __all__ = ["read"]
 
@@ -56,7 +64,7 @@ def read(source: Source) -> Layout:
         FormatError: It is of tensor or expert parallelism, or of a release before 0.5.
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
-    folder = folder_of(source.path, source.names)
+    folder = _folder_of(source.path, source.names)
     try:
         return _layout(stages_of(folder, trust=source.trust), source)
     except MmfsdpError:
@@ -202,3 +210,46 @@ def _refuse_placeholder(files: Files, name: str, leaf: Any) -> None:
             "before 0.10 do not save frozen parameters in stage 3.",
             file=str(files.folder),
         )
+
+
+def _folder_of(path: Path, names: list[str]) -> Path:
+    """Return the directory that holds the files: this one, or the one that its file ``latest`` names.
+
+    Raises:
+        CheckpointNotFoundError: The directory that it names does not exist, or has no files of DeepSpeed.
+        FormatError: It names a directory somewhere else.
+    """
+    if any(name.endswith(OF_DEEPSPEED) for name in names):
+        return path
+    found = next((name for name in LATEST_FILES if name in names), None)
+    tags = [name for name in names if (path / name).is_dir() and _holds_states(path / name)]
+    has = f"It has {name_list(tags)}." if tags else "It has none."
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{path.name} has no file 'latest' that names a checkpoint of DeepSpeed. {has}", file=str(path)
+        )
+    latest = inside(path, found, path)
+    refuse_special(latest, directory=False)
+    with latest.open("rb") as file:
+        tag = file.read(4096).decode(errors="replace").strip()
+    folder = _named_folder(path, tag, latest)
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(
+            f"{path.name}/{found} names the checkpoint {tag!r}, which is not there. {has}", file=str(latest)
+        )
+    if not _holds_states(folder):
+        raise CheckpointNotFoundError(
+            f"{path.name}/{found} names {tag!r}, which holds no files of DeepSpeed. {has}", file=str(folder)
+        )
+    return folder
+
+
+def _named_folder(path: Path, name: str, origin: Path) -> Path:
+    """Return a folder that a file names, which must be directly within this one."""
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise FormatError(f"{origin.name} names the directory {name!r}, which is no name.", file=str(origin))
+    return path / name
+
+
+def _holds_states(folder: Path) -> bool:
+    return any(entry.name.endswith(OF_DEEPSPEED) for entry in folder.iterdir())

@@ -15,7 +15,7 @@ from typing import Any
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import grouped, plain
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files, number, shapes_of
-from mmfsdp.checkpoint.formats.torch_zip import PickledTensor, read_tree
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 

@@ -1,8 +1,9 @@
-"""Writes linear layers as 8-bit floats with a scale for each tensor or output, as compressed-tensors does.
+"""Writes linear layers as 8-bit floats with a scale for each tensor or output, or for each block (`quantizing`).
 
-Beside ``weight`` of float8_e4m3fn lies ``weight_scale``, of shape ``[1]`` or ``[rows, 1]``, and a weight is the product
-of the two: ``format`` ``float-quantized`` of compressed-tensors (https://github.com/vllm-project/compressed-tensors),
-which vLLM and transformers load. Inputs are quantised by whoever runs the model, token by token.
+The first two are as in compressed-tensors. Beside ``weight`` of float8_e4m3fn lies ``weight_scale``, of shape ``[1]``
+or ``[rows, 1]``, and a weight is the product of the two: ``format`` ``float-quantized`` of compressed-tensors
+(https://github.com/vllm-project/compressed-tensors), which vLLM and transformers load. Inputs are quantised by whoever
+runs the model, token by token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.rounding import Rounding
+from mmfsdp.checkpoint.formats.eight_bit import quantizing
 from mmfsdp.checkpoint.formats.eight_bit.quantizing import LARGEST, Rows, ScaledCodes, is_matrix, largest, replaced
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = ["SCALE", "STRATEGIES", "quantization_config", "quantized"]
 SCALE = "_scale"
 """The suffix of the name of a weight's scales."""
 
+_IN_BLOCKS = "fp8"
 STRATEGIES = {"fp8_tensor": "tensor", "fp8_channel": "channel"}
 """Settings of ``quantize``, and what compressed-tensors calls them."""
 
@@ -38,12 +41,14 @@ def quantized(
 
     Args:
         tensors: The weights by name.
-        kind: ``'fp8_tensor'`` or ``'fp8_channel'``.
+        kind: ``'fp8'``, ``'fp8_tensor'`` or ``'fp8_channel'``: what the setting ``quantize`` says.
         count: Called with a name and the number of its elements that were infinite, if there are any.
 
     Raises:
         ConfigError: There is no linear layer, or one is quantised already, or numpy is missing.
     """
+    if kind == _IN_BLOCKS:
+        return quantizing.quantized(tensors, count)
     by_row = STRATEGIES[kind] == "channel"
 
     def pair(name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
@@ -56,12 +61,14 @@ def quantized(
 
 
 def quantization_config(names: Mapping[str, TensorEntry], kind: str) -> dict[str, Any]:
-    """Return ``quantization_config`` of a model's config.
+    """Return the ``quantization_config`` with which transformers and vLLM load what `quantized` makes.
 
     Args:
         names: The weights as they are written.
-        kind: ``'fp8_tensor'`` or ``'fp8_channel'``.
+        kind: As for `quantized`.
     """
+    if kind == _IN_BLOCKS:
+        return quantizing.quantization_config(names)
     kept = {name.removesuffix(".weight") for name, entry in names.items() if is_matrix(name, entry)}
     kept -= {name.removesuffix(".weight" + SCALE) for name in names if name.endswith(SCALE)}
     common = {"num_bits": 8, "type": "float", "symmetric": True}

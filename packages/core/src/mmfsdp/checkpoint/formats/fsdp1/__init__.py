@@ -1,3 +1,3 @@
-"""Checkpoints of FSDP1: flat parameters and their parts, in a file per rank or in DCP directories."""
+"""What FSDP1 stores: flat parameters and their parts, in a file per rank or in DCP directories."""
 
 __all__: list[str] = []

@@ -17,7 +17,7 @@ from pathlib import Path
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.chunks import Chunk, Record, row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.torch_zip import PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor
 from mmfsdp.errors import CorruptCheckpointError
 
 __all__ = [

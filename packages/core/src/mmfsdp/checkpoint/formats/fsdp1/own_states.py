@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmfsdp.checkpoint.formats.torch_zip import PickledDTensor, PickledShards, PickledTensor
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor, PickledShards, PickledTensor
 from mmfsdp.checkpoint.tree import leaves
 
 __all__ = ["own_states_by_rank"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.eight_bit_blocks import EightBitBlocks
-from mmfsdp.checkpoint.formats.source import Content
+from mmfsdp.checkpoint.formats.common.source import Content
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 

@@ -15,8 +15,8 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.failed_downloads import stand_in
 from mmfsdp.checkpoint.files.disk import at_home, is_offered, permission_errors, place
-from mmfsdp.checkpoint.formats.eight_bit.kinds import quantization_config
-from mmfsdp.checkpoint.formats.source import MODEL_STEMS
+from mmfsdp.checkpoint.formats.common.source import MODEL_STEMS
+from mmfsdp.checkpoint.formats.eight_bit.scaled_floats import quantization_config
 from mmfsdp.checkpoint.integrity import inside
 from mmfsdp.errors import ConfigError
 

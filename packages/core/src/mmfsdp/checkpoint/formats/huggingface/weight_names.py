@@ -12,9 +12,9 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
+from mmfsdp.checkpoint.formats.common.source import MODEL_FILES
 from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
-from mmfsdp.checkpoint.formats.source import MODEL_FILES
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import common_prefix
 from mmfsdp.errors import ConfigError, closest

@@ -1,0 +1,280 @@
+"""Plans directories of torch's distributed checkpoint (DCP) that ``torch.distributed.checkpoint.load`` reads.
+
+`mmfsdp.checkpoint.formats.dcp.names` says under which flat names values are stored; everything that is not a tensor is
+pickled. The classes that ``.metadata`` names are those of torch/distributed/checkpoint/metadata.py and filesystem.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.basics.dtypes import torch_name
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.dcp.index import FILE, Item, Named, Rules, index_bytes
+from mmfsdp.checkpoint.formats.dcp.items import Location, Locations
+from mmfsdp.checkpoint.formats.dcp.metadata import INTEGER_KEYS, TensorInfo
+from mmfsdp.checkpoint.formats.dcp.names import Keys, NestedKinds, flatten_nested, integer_keys
+from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import Archive, plan_archive
+from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
+from mmfsdp.checkpoint.pickles.pickling import PickleWriter, int_opcodes, name_opcodes, text_opcodes
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject
+from mmfsdp.checkpoint.tree import is_ref, select_tensors
+from mmfsdp.errors import FormatError
+
+__all__ = ["dcp_metadata", "plan_write"]
+
+_ALIGNMENT = 64  # bytes, as that of the data within an archive
+
+
+def plan_write(content: Content) -> list[PlannedFile]:
+    """Plan the file of each rank that holds anything, and the metadata.
+
+    Tensors are divided by rows, as ``fully_shard`` does; each row is written once, however many replicas there are.
+    A tensor without rows is written by the first rank.
+
+    Raises:
+        FormatError: Two paths in the tree have the same name once their keys are joined, or a value cannot be pickled.
+    """
+    tree, tensors, ranks = content.tree, content.tensors, content.ranks
+    if not isinstance(tree, dict):
+        raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
+    names: dict[str, Keys] = {}
+    found: dict[str, TensorInfo] = {}
+    described: dict[str, Named] = {}
+    files = {FILE.format(rank): _File() for rank in range(ranks.shards)}
+    first = next(iter(files.values()))
+    locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+    for name, (path, leaf) in flatten_nested(tree, NestedKinds(is_ref, _mapping), FormatError).items():
+        names[name] = path
+        if not isinstance(leaf, TensorRef):
+            held = {ref: tensors[ref] for ref in select_tensors(leaf)}
+            locations[name, None] = first.add((name, None), plan_archive(leaf, held), FILE.format(0))
+            described[name] = Named(path)
+            continue
+        entry = tensors[leaf.name]
+        boxes: list[Bounds] = []
+        for file, (box, part) in zip(files, _parts(entry, ranks.shards), strict=False):
+            if boxes and 0 in box[1]:
+                continue
+            boxes.append(box)
+            locations[name, box[0]] = files[file].add((name, box[0]), _TensorArchive(part), file)
+        found[name] = TensorInfo(entry.dtype, entry.shape, tuple(boxes))
+        sharded = 0 if entry.numel and entry.shape else None
+        described[name] = Named(path, entry.dtype, EvenBoxes(entry.shape, (ranks.shards,), (sharded,), 0))
+    metadata = dcp_metadata(names, found, locations)
+    first.rules = Rules(ranks.shards, described)
+    planned = [file.planned(name, content.save_id) for name, file in files.items() if file.archives]
+    return [*planned, PlannedFile(".metadata", len(metadata), (), lambda _: [(0, metadata)])]
+
+
+class _File:
+    """The archives of one file, one after the other."""
+
+    def __init__(self) -> None:
+        self.archives: list[tuple[int, Archive | _TensorArchive]] = []
+        self.rules: Rules | None = None
+        self._items: list[tuple[Item, int, int]] = []
+        self._end = 0
+
+    def add(self, item: Item, archive: Archive | _TensorArchive, name: str) -> Location:
+        base = self._end + -self._end % _ALIGNMENT
+        self.archives.append((base, archive))
+        self._items.append((item, base, archive.size))
+        self._end = base + archive.size
+        return Location(name, base, archive.size)
+
+    def planned(self, name: str, save_id: str) -> PlannedFile:
+        pieces = [archive.pieces(base) for base, archive in self.archives]
+        flat = tuple(piece for group in pieces for piece in group)
+        index = index_bytes(save_id, self._items, self.rules)
+        return PlannedFile(name, self._end + len(index), flat, lambda crcs: self._blocks(pieces, crcs, index))
+
+    def _blocks(
+        self, pieces: list[tuple[Piece, ...]], crcs: Sequence[int], index: bytes
+    ) -> Iterator[tuple[int, bytes]]:
+        begin = 0
+        for (base, archive), group in zip(self.archives, pieces, strict=True):
+            yield from archive.blocks(base, crcs[begin : begin + len(group)])
+            begin += len(group)
+            end = base + archive.size
+            yield end, bytes(-end % _ALIGNMENT) if end < self._end else index
+
+
+def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry]]:
+    if not entry.numel or not entry.shape:
+        yield ((0,) * len(entry.shape), entry.shape), entry
+        return
+    for part in range(parts):
+        offsets, sizes = sharded_box(entry.shape, [parts], [0], [part])
+        yield (offsets, sizes), entry.cut(offsets, sizes)
+
+
+_MAPPINGS = (
+    ("collections", "Counter"),
+    ("collections", "defaultdict"),
+    ("addict.addict", "Dict"),
+    ("mmengine.config.config", "ConfigDict"),
+)
+"""Classes that a pickle only describes, and that are mappings when torch's planner sees them."""
+
+
+def _mapping(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, PickledObject) and (value.module, value.qualname) in _MAPPINGS:
+        first = value.args[0] if value.args else None
+        return {**(first if isinstance(first, dict) else {}), **dict(value.items)}
+    return value if isinstance(value, dict) else None
+
+
+class _TensorArchive:
+    """One tensor as torch would save it, within a larger file."""
+
+    __slots__ = ("_entry", "_frame")
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+        self._frame = _frame(entry.dtype, entry.shape)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self._frame.before) + self._entry.nbytes + len(self._frame.after)
+
+    def pieces(self, base: int) -> tuple[Piece, ...]:
+        """Return the tensor data of an archive that begins at byte ``base`` of its file."""
+        return (Piece(self._entry, base + len(self._frame.before)),)
+
+    def blocks(self, base: int, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what lies before and after the data, given its CRC-32."""
+        frame, crc = self._frame, struct.pack("<I", crcs[0])
+        yield base, _patched(frame.before, frame.crc_before, crc)
+        yield base + len(frame.before) + self._entry.nbytes, _patched(frame.after, frame.crc_after, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    before: bytes
+    crc_before: int  # where the checksum goes, in bytes
+    after: bytes
+    crc_after: int
+
+
+@lru_cache(maxsize=4096)
+def _frame(dtype: str, shape: tuple[int, ...]) -> _Frame:
+    entry = TensorEntry("", dtype, shape, ())
+    archive = plan_archive(TensorRef(""), {"": entry})
+    [piece] = archive.pieces(0)
+    # The checksum goes where archives with different checksums differ.
+    (before, after), (other, another) = (
+        [
+            b"".join(block for at, block in archive.blocks(0, [crc]) if (at < piece.at) is first)
+            for first in (True, False)
+        ]
+        for crc in (0, 0xFFFFFFFF)
+    )
+    return _Frame(before, _first_difference(before, other), after, _first_difference(after, another))
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    return next(at for at, (left, right) in enumerate(zip(one, other, strict=True)) if left != right)
+
+
+def _patched(data: bytes, at: int, crc: bytes) -> bytes:
+    return data[:at] + crc + data[at + len(crc) :]
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NONE, _FALSE = b"N", b"\x89"
+
+
+def dcp_metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], locations: Locations) -> bytes:
+    """Return the content of ``.metadata``. Which keys are integers is an attribute of its own, which torch ignores."""
+    writer = PickleWriter()
+
+    def kind(name: str, module: str = _METADATA) -> bytes:
+        return writer.keep(name_opcodes(module, name))
+
+    def keys(*texts: str) -> list[bytes]:
+        return [writer.keep(text_opcodes(text)) for text in texts]
+
+    properties = {dtype: _properties(writer, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    size_kind, index, chunk = kind("Size", "torch"), kind("MetadataIndex"), kind("ChunkStorageMetadata")
+    tensor_kind, object_kind = kind("TensorStorageMetadata"), kind("BytesStorageMetadata")
+    place_kind = kind("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    of_tensor, of_box = keys("properties", "size", "chunks"), keys("offsets", "sizes")
+    of_index, of_place = keys("fqn", "offset", "index"), keys("relative_path", "offset", "length")
+    files = dict.fromkeys(place.file for place in locations.values())
+    file_texts = dict(zip(files, keys(*files), strict=True))
+
+    def size(numbers: Iterable[int]) -> bytes:
+        return _called(size_kind, _tuple(map(int_opcodes, numbers)))
+
+    def described(tensor: TensorInfo | None) -> bytes:
+        if tensor is None:
+            return _restored(object_kind, _dict(()))
+        boxes = b"".join(_restored(chunk, _dict(zip(of_box, map(size, box), strict=True))) for box in tensor.boxes)
+        values = properties[tensor.dtype], size(tensor.shape), b"](" + boxes + b"e"
+        return _restored(tensor_kind, _dict(zip(of_tensor, values, strict=True)))
+
+    def stored() -> Iterable[tuple[bytes, bytes]]:
+        counts: dict[str, int] = {}
+        for (name, offsets), place in locations.items():
+            number = counts[name] = counts.get(name, -1) + 1  # boxes are listed in the order of their tensor
+            box = (_NONE, _NONE) if offsets is None else (size(offsets), int_opcodes(number))
+            where = file_texts[place.file], int_opcodes(place.offset), int_opcodes(place.length)
+            yield (
+                _restored(index, _dict(zip(of_index, (text_opcodes(name), *box), strict=True))),
+                _restored(place_kind, _dict(zip(of_place, where, strict=True))),
+            )
+
+    def path(parts: Iterable[str | int]) -> bytes:
+        return _tuple(text_opcodes(part) if isinstance(part, str) else int_opcodes(part) for part in parts)
+
+    content = {
+        "state_dict_metadata": _dict((text_opcodes(name), described(tensors.get(name))) for name in names),
+        "planner_data": _dict((text_opcodes(name), path(parts)) for name, parts in names.items()),
+        "storage_data": _dict(stored()),
+        "storage_meta": _NONE,
+        "version": text_opcodes("1.0.0"),
+    }
+    integers = {name: found for name, parts in names.items() if (found := integer_keys(parts))}
+    if integers:
+        content[INTEGER_KEYS] = _dict(
+            (text_opcodes(name), _tuple(map(int_opcodes, positions))) for name, positions in integers.items()
+        )
+    state = _dict((text_opcodes(name), value) for name, value in content.items())
+    return writer.complete(_restored(kind("Metadata"), state))
+
+
+def _properties(writer: PickleWriter, dtype: str) -> bytes:
+    layout, memory = name_opcodes("torch.serialization", "_get_layout"), name_opcodes(_METADATA, "_MEM_FORMAT_ENCODING")
+    parts = (
+        name_opcodes("torch", torch_name(dtype)),
+        _called(layout, text_opcodes("torch.strided")),
+        _FALSE,  # requires_grad
+        _called(memory, int_opcodes(0)),
+        _FALSE,  # pin_memory
+    )
+    return writer.keep(_restored(name_opcodes(_METADATA, "TensorProperties"), _tuple(parts)))
+
+
+def _called(function: bytes, argument: bytes) -> bytes:
+    return function + b"(" + argument + b"tR"
+
+
+def _restored(kind: bytes, state: bytes) -> bytes:
+    # kind.__new__(kind), restored from the state
+    return kind + b")\x81" + state + b"b"
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def _dict(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(part for pair in pairs for part in pair) + b"u"

@@ -1,0 +1,216 @@
+"""Reads where a pickled DTensor lies: the box of the whole tensor that the rank which wrote it holds.
+
+A DTensor is pickled as its local tensor and a description: the shape of the whole, the placements, and the device mesh
+with this rank's coordinates in it (torch/distributed/tensor/_dtensor_spec.py, placement_types.py, device_mesh.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.checkpoint.chunks import row_major_strides
+from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor
+from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
+from mmfsdp.errors import CorruptCheckpointError, FormatError
+
+__all__ = ["Mesh", "Place", "boxes_of", "place_of"]
+
+_MOST_RANKS = 1_000_000  # more is damage, or malice
+
+
+Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The number of ranks per dimension of a mesh, the coordinates of this rank, and the ranks in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a tensor a rank holds."""
+
+    box: Bounds
+    """The part that this rank holds."""
+    ranks: tuple[int, ...]
+    """The ranks of the mesh, in row-major order."""
+    rank: int
+    """The rank that wrote it."""
+
+
+def place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
+    """Return where the part of a tensor lies that a rank holds.
+
+    Args:
+        tensor: What the rank's file holds.
+        meshes: The meshes of this file that were read before, by the objects that describe them; added to.
+
+    Raises:
+        FormatError: It holds partial sums, or is divided in a way that is not known here.
+        CorruptCheckpointError: Its description is malformed, or not that of its local tensor.
+    """
+    path = tensor.local.record.file
+    try:
+        place = _place_of(tensor, meshes)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path.name} holds a DTensor whose description is malformed: {type(error).__name__}: {error}.",
+            file=str(path),
+        ) from error
+    if tensor.local.shape != place.box[1]:
+        raise CorruptCheckpointError(
+            f"{path.name} holds {list(tensor.local.shape)} elements of a tensor of shape {list(tensor.shape)} "
+            f"(expected {list(place.box[1])} on rank {place.rank}).",
+            file=str(path),
+            offset=tensor.local.offset,
+        )
+    return place
+
+
+def boxes_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> tuple[EvenBoxes, tuple[int, ...]]:
+    """Return the boxes of a tensor that `place_of` has accepted, and the rank that holds each, by the box's place."""
+    sizes, _, ranks = meshes[tensor.spec["mesh"]]
+    divide = _order(tensor.spec, len(tensor.shape), sizes, tensor.local.record.file)
+    replicate = [dim for dim in range(len(sizes)) if dim not in dict(divide)]
+    dims = [*replicate, *(dim for dim, _ in divide)]  # so that the first divides first
+    placements = (*(None for _ in replicate), *(of for _, of in divide))
+    strides = row_major_strides(sizes)
+    places = itertools.product(*([place * strides[dim] for place in range(sizes[dim])] for dim in dims))
+    boxes = EvenBoxes(tensor.shape, tuple(sizes[dim] for dim in dims), placements, 0)
+    return boxes, tuple(ranks[sum(place)] for place in places)
+
+
+def _place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
+    spec = tensor.spec
+    if (mesh := meshes.get(spec["mesh"])) is None:
+        mesh = meshes[spec["mesh"]] = _mesh_of(fields(spec["mesh"]))
+    sizes, coordinates, ranks = mesh
+    order = _order(spec, len(tensor.shape), sizes, tensor.local.record.file)
+    dims = [dim for dim, _ in order]
+    box = sharded_box(
+        tensor.shape, [sizes[dim] for dim in dims], [of for _, of in order], [coordinates[dim] for dim in dims]
+    )
+    at = sum(place * stride for place, stride in zip(coordinates, row_major_strides(sizes), strict=True))
+    return Place(box, ranks, ranks[at])
+
+
+def _mesh_of(mesh: dict[str, Any]) -> Mesh:
+    coordinates = integers(mesh["_coordinate_on_dim"])
+    if (tensor := mesh.get("mesh")) is not None:  # up to torch 2.9
+        sizes, ranks = integers(tensor.shape), _ranks(mesh["_flatten_mesh_list"])
+    else:
+        # Steps through the ranks of the world; a dimension that was made of several has one for each.
+        steps = _steps(fields(mesh["_layout"]))
+        sizes = tuple(math.prod(size for size, _ in step) for step in steps)
+        if 0 in sizes or math.prod(sizes) > _MOST_RANKS:
+            raise ValueError(f"a device mesh has none, or more than {_MOST_RANKS} ranks")
+        world = _ranks(mesh["_flatten_rank_map"])
+        offsets = [_offsets(step) for step in steps]
+        first = _place_in_world(mesh, world) - sum(each[at] for each, at in zip(offsets, coordinates, strict=True))
+        places = [first + sum(step) for step in itertools.product(*offsets)]
+        if not all(0 <= place < len(world) for place in places):
+            raise ValueError("a device mesh has ranks that its world lacks")
+        ranks = tuple(world[place] for place in places)
+    inside = all(place < size for place, size in zip(coordinates, sizes, strict=True))
+    if not inside or math.prod(sizes) != len(ranks):
+        raise ValueError("a device mesh has another number of ranks than its shape says")
+    return sizes, coordinates, ranks
+
+
+def _place_in_world(mesh: dict[str, Any], world: tuple[int, ...]) -> int:
+    """Return where the rank that wrote the mesh stands among the ranks of the world that it lists."""
+    if "_rank" in mesh:
+        return world.index(mesh["_rank"])
+    # torch 2.10 does not name the rank. The mesh that this one is a part of has every rank of the world.
+    root = fields(mesh["_root_mesh"]) if mesh["_root_mesh"] is not None else mesh
+    coordinates = integers(root["_coordinate_on_dim"])
+    return sum(_offsets(step)[at] for step, at in zip(_steps(fields(root["_layout"])), coordinates, strict=True))
+
+
+def _steps(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """Return sizes and strides of each dimension of a mesh (torch/distributed/_mesh_layout.py)."""
+    if "axes" in layout:  # since torch 2.13
+        axes = [(axis["shape"], axis["stride"]) for axis in map(fields, layout["axes"])]
+    elif isinstance(layout["shape"], tuple):
+        axes = [*zip(layout["shape"], layout["stride"], strict=True)]
+    else:
+        axes = [(layout["shape"], layout["stride"])]
+    return [[*zip(_flat(sizes), _flat(strides), strict=True)] for sizes, strides in axes]
+
+
+def _flat(sizes: Any) -> tuple[int, ...]:
+    if isinstance(sizes, tuple | list):
+        return tuple(size for part in sizes for size in _flat(part))
+    return integers((sizes,))
+
+
+def _offsets(step: list[tuple[int, int]]) -> list[int]:
+    """Return how far each place along a dimension is from its first, in ranks of the world."""
+    places = itertools.product(*([place * stride for place in range(size)] for size, stride in step))
+    return [sum(place) for place in places]
+
+
+def _ranks(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, tuple | list) or not all(type(rank) is int and rank >= 0 for rank in given):
+        raise ValueError("a device mesh does not list its ranks")
+    return tuple(given)
+
+
+def _order(spec: Mapping[str, Any], dims: int, sizes: tuple[int, ...], path: Path) -> list[tuple[int, int]]:
+    """Return the mesh dimensions that divide the tensor, each with the tensor dimension, in the order in which they do.
+
+    The first mesh dimension divides first. A ``_StridedShard`` with a split factor of ``s`` divides what later mesh
+    dimensions of ``s`` ranks have divided. This is how FSDP shards the rows that tensor parallelism has left.
+    """
+    order: list[tuple[int, int]] = []
+    strided = False
+    for mesh_dim in reversed(range(len(sizes))):
+        placement = spec["placements"][mesh_dim]
+        kind = placement.qualname if isinstance(placement, PickledObject) else ""
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise FormatError(
+                f"{path.name} holds a DTensor placed as {kind or repr(placement)}, such as sums that the ranks have "
+                "still to add up. Save its full_tensor() instead.",
+                file=str(path),
+            )
+        given = fields(placement)
+        [of] = integers((given["dim"],))
+        factor = given["split_factor"] if kind == "_StridedShard" else 1
+        if of >= dims:
+            raise ValueError(f"dimension {of} of a tensor of {dims} dimensions is sharded")
+        strided |= kind == "_StridedShard"
+        order.insert(_position(order, of, factor, sizes, path), (mesh_dim, of))
+    if not strided:
+        _check_order(spec.get("shard_order"), order, path)
+    return order
+
+
+def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[int, ...], path: Path) -> int:
+    """Return where a mesh dimension belongs in the order: behind those that divide the same dimension by ``factor``."""
+    ranks = 1
+    for place in range(len(order) + 1):
+        if ranks == factor:
+            return place
+        if place < len(order) and order[place][1] == of:
+            ranks *= sizes[order[place][0]]
+    raise FormatError(
+        f"{path.name} holds a DTensor with a _StridedShard of split factor {factor!r}, and no later dimensions of its "
+        "mesh have that many ranks. Save its full_tensor() instead.",
+        file=str(path),
+    )
+
+
+def _check_order(given: Any, order: list[tuple[int, int]], path: Path) -> None:
+    """Raise unless the order that newer releases state is that of the mesh's dimensions."""
+    for entry in given or ():
+        of, dims = entry.args if isinstance(entry, PickledObject) else entry
+        if [mesh_dim for mesh_dim, other in order if other == of] != [*dims]:
+            raise FormatError(
+                f"{path.name} holds a DTensor whose dimension {of} the dimensions {list(dims)} of its mesh divide in "
+                "this order, which is not supported yet. Save its full_tensor() instead.",
+                file=str(path),
+            )

@@ -1,0 +1,3 @@
+"""Safetensors files."""
+
+__all__: list[str] = []

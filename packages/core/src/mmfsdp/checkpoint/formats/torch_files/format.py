@@ -1,0 +1,51 @@
+"""The formats of files that ``torch.save`` writes: archives, and the streams before version 1.6."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmfsdp.checkpoint.formats.common.format import Format
+from mmfsdp.checkpoint.formats.common.source import Content, Source, is_legacy_torch, is_zip
+from mmfsdp.checkpoint.layout import Layout, PlannedFile
+
+__all__ = ["TorchLegacyFormat", "TorchZipFormat"]
+
+
+class TorchZipFormat(Format):
+    """An archive of ``torch.save``."""
+
+    name = "torch_zip"
+    description = "a file of torch.save"
+    aliases = ("pth", "pt")
+    suffixes = (".pth", ".pt")
+
+    def recognises(self, source: Source) -> bool:
+        return is_zip(source.head)
+
+    def read(self, source: Source) -> Layout:
+        from mmfsdp.checkpoint.formats.torch_files.torch_zip import read
+
+        return read(source)
+
+    def plan_write(self, content: Content) -> list[PlannedFile]:
+        from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import plan_write
+
+        return plan_write(content)
+
+    def mapped_file(self, layout: Layout) -> Path | None:
+        return layout.path
+
+
+class TorchLegacyFormat(Format):
+    """A file of ``torch.save`` before version 1.6."""
+
+    name = "torch_legacy"
+    description = "a file of torch.save before version 1.6"
+
+    def recognises(self, source: Source) -> bool:
+        return is_legacy_torch(source.head)
+
+    def read(self, source: Source) -> Layout:
+        from mmfsdp.checkpoint.formats.torch_files.torch_legacy import read
+
+        return read(source)
