@@ -201,12 +201,12 @@ def _other_codes(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, OtherCode
             kinds = ((kind, re.fullmatch(pattern, name), weight) for kind, pattern, weight in _OTHERS)
             yield next((name, OtherCodes(kind, weight.format(match[1]))) for kind, match, weight in kinds if match)
         elif _is_packed(name, entry, tensors):
-            yield name, OtherCodes(_SIX_BITS if _dtype(entry).startswith("float6") else _FOUR_BITS, name)
+            yield name, OtherCodes(_SIX_BITS if _dtype(entry).startswith("float6_") else _FOUR_BITS, name)
 
 
 def _is_packed(name: str, entry: Stored, tensors: Mapping[str, Stored]) -> bool:
     """Tell whether elements hold several floats each, as the bytes of DeepSeek-V4's experts do."""
-    if (dtype := _dtype(entry)).startswith(("float4", "float6")):
+    if (dtype := _dtype(entry)).startswith(("float4_", "float6_")):
         return True
     if dtype not in ("int8", "uint8"):
         return False
