@@ -18,7 +18,7 @@ from benchmarks.models import Transformer
 from benchmarks.on_ranks import device, finish, on_gpu, shared_folder
 from mmfsdp.collective.steps import any_of
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.background import PendingSave
+from mmfsdp.saving.writing.background import PendingSave
 from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]

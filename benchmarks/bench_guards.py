@@ -15,12 +15,13 @@ import torch.distributed as dist
 import mmfsdp
 from benchmarks.bench_overhead import WRAP, build, stepper
 from benchmarks.measuring import Spread, sized, spread
-from mmfsdp.runtime import guards, training
-from mmfsdp.runtime.gradients import GradientAgreement
-from mmfsdp.runtime.lost_writes import LostWrites
-from mmfsdp.runtime.second_order import RefuseSecondOrder
+from mmfsdp.runtime import training
+from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.gathered.lost_writes import LostWrites
+from mmfsdp.runtime.gradients.agreement import GradientAgreement
+from mmfsdp.runtime.gradients.second_order import RefuseSecondOrder
+from mmfsdp.runtime.refusals import guards
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.runtime.unit_gates import UnitGate
 from mmfsdp.testing import run_ranks
 
 __all__ = ["main"]

@@ -27,12 +27,12 @@ from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box
-from mmfsdp.saving.archives import write_archive
-from mmfsdp.saving.publishing import DirectorySave
-from mmfsdp.saving.reading import open_shared, open_weights
-from mmfsdp.saving.skeletons import bytes_of, skeleton_of_tensor
-from mmfsdp.saving.source import Source, lazy_tensors
-from mmfsdp.saving.summed_files import summed_file
+from mmfsdp.saving.reading.contents import open_shared, open_weights
+from mmfsdp.saving.reading.source import Source, lazy_tensors
+from mmfsdp.saving.writing.archives import write_archive
+from mmfsdp.saving.writing.publishing import DirectorySave
+from mmfsdp.saving.writing.skeletons import bytes_of, skeleton_of_tensor
+from mmfsdp.saving.writing.summed_files import summed_file
 from mmfsdp.state.lazy_tensors import LazyTensor, locate
 
 __all__ = ["main"]

@@ -13,7 +13,7 @@ from benchmarks.measuring import Ratio, paired, sized
 from benchmarks.models import Transformer
 from benchmarks.on_ranks import compared_on_ranks, device, finish, shared_folder
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.background import saver_of
+from mmfsdp.saving.writing.background import saver_of
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ NAMES = [
     "mmfsdp.checkpoint.conversion.converting",
     "mmfsdp.checkpoint.formats.torch_files.torch_zip_writer",
     "mmfsdp.checkpoint.inspection.verification",
-    "mmfsdp.rehearsal.measuring",
+    "mmfsdp.rehearsal.measured.measuring",
     "pytest",
     "sklearn.datasets",
     "torch.distributed.run",

@@ -52,6 +52,7 @@ LEVELS: tuple[dict[str, str], ...] = (
 )
 MAY_IMPORT = {subpackage: allowed.split() for level in LEVELS for subpackage, allowed in level.items()}
 MOST_SUBPACKAGES = 16
+MOST_MODULES = 17  # in one folder
 
 # What mmfsdp.checkpoint holds, ground level first: each imports only what is on lower levels.
 CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
@@ -472,6 +473,12 @@ class TestSubpackages:
             if within(name, *map(module_name, above))
         ]
         assert found == []
+
+    def test_no_folder_is_crowded(self) -> None:
+        """What a folder holds is seen at one look. One with more becomes several, and the __init__ of each says why."""
+        folders = {path.parent for path in modules()}
+        sizes = {folder: len([*folder.glob("*.py")]) - (folder / "__init__.py").exists() for folder in folders}
+        assert {str(folder.relative_to(ROOT)): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
 
     def test_circles_are_found(self) -> None:
         assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"d"}, "e": {"a"}}) == [["a", "b", "c"], ["d"]]

@@ -181,7 +181,7 @@ def test_the_address_is_in_the_metadata() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """A name ends the path of a file: `runtime/clipping.py` is one of core's."""
+    """A name ends the path of a file: `runtime/gradients/clipping.py` is one of core's."""
     paths = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         for found in re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)+\.py)`", page.read_text()):

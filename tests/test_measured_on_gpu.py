@@ -27,7 +27,7 @@ from tools.measured_on_gpu import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmfsdp.rehearsal.recording.kernels import accelerator_scratch_bytes
+from mmfsdp.rehearsal.recording.kernels.scratch import accelerator_scratch_bytes
 from mmfsdp.rehearsal.recording.recurrent import NETWORKS, RECURRENT, run_recurrent
 from mmfsdp.rehearsal.recording.step_records import CHANNELS_LAST, REORDERED, Operator
 from mmfsdp.rehearsal.timing.device_names import device_of

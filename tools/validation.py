@@ -30,30 +30,42 @@ it. The figures were measured on {date}, with torch {torch} and Python {python},
 TESTS = {
     "Training": [
         ("ten families of real models, in MMEngine, against one process, with a resume", "nox -s models"),
-        ("engines and strategies, against one process", "pytest tests/distributed/test_parity.py"),
+        ("engines and strategies, against one process", "pytest tests/distributed/sharding/test_parity.py"),
         ("proofs of 21 families of models, and no false alarm", "nox -s false_alarms"),
         ("faults in a training loop, each found where it begins", "nox -s parity"),
-        ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/test_sub_meshes.py"),
+        ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/sharding/test_sub_meshes.py"),
         ("`Trainer`, accelerate, Lightning Fabric", "pytest tests/distributed/test_frameworks.py"),
-        ("mistakes that torch accepts in silence", "pytest tests/distributed/test_guards.py tests/test_mistakes.py"),
+        (
+            "mistakes that torch accepts in silence",
+            "pytest tests/distributed/runtime/test_guards.py tests/test_mistakes.py",
+        ),
         (
             "optimizers of torch; those of other packages in `nox -s models`",
-            "pytest tests/distributed/test_optimizers.py",
+            "pytest tests/distributed/optimizers/test_optimizers.py",
         ),
-        ("two hosts, as processes with networks and disks of their own", "pytest tests/distributed/test_two_hosts.py"),
+        (
+            "two hosts, as processes with networks and disks of their own",
+            "pytest tests/distributed/collective/test_two_hosts.py",
+        ),
     ],
     "Checkpoints": [
-        ("every format to every format, chains of conversions", "pytest tests/core/test_checkpoint_chains.py"),
-        ("files of other writers, loaded on ranks", "pytest tests/distributed/test_loading_foreign.py"),
+        (
+            "every format to every format, chains of conversions",
+            "pytest tests/core/checkpoint/conversion/test_chains.py",
+        ),
+        ("files of other writers, loaded on ranks", "pytest tests/distributed/loading/test_loading_foreign.py"),
         ("recipes and Hugging Face folders, loaded by other libraries", "pytest tests/models/test_shipping.py"),
         ("S3, against a server on the same machine", "nox -s stores"),
     ],
     "Faults": [
-        ("damaged bytes, files and metadata, of each format", "pytest tests/core/test_checkpoint_damage_matrix.py"),
-        ("random bytes changed", "pytest tests/core/test_checkpoint_fuzz.py"),
-        ("files that somebody crafted", "pytest tests/core/test_checkpoint_crafted.py"),
-        ("`kill -9` at random moments of a conversion", "pytest tests/core/test_checkpoint_crash.py"),
-        ("a save that fails in the background", "pytest tests/distributed/test_failed_saves.py"),
+        (
+            "damaged bytes, files and metadata, of each format",
+            "pytest tests/core/checkpoint/inspection/test_damage_matrix.py",
+        ),
+        ("random bytes changed", "pytest tests/core/checkpoint/inspection/test_fuzz.py"),
+        ("files that somebody crafted", "pytest tests/core/checkpoint/inspection/test_crafted.py"),
+        ("`kill -9` at random moments of a conversion", "pytest tests/core/checkpoint/conversion/test_crash.py"),
+        ("a save that fails in the background", "pytest tests/distributed/saving/test_failed_saves.py"),
         ("what other tools do with damaged files", "python -m benchmarks.damage_table"),
     ],
 }
@@ -89,7 +101,8 @@ def page() -> str:
     formats = [(item.name, "yes" if item.reads else "no", "yes" if item.writes else "no") for item in known_formats()]
     parts += ["## Formats\n", _table(("format", "read", "written"), formats)]
     parts.append(
-        "`pytest tests/core/test_checkpoint_roundtrip.py` tests each; [formats](formats.md) has the writers.\n"
+        "`pytest tests/core/checkpoint/conversion/test_roundtrip.py` tests each; "
+        "[formats](formats.md) has the writers.\n"
     )
     return "\n".join([*parts, NEVER])
 

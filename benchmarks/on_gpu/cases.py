@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.published.hf_models import HfDecoder, HfShape
 from benchmarks.published.models import Decoder, Shape
-from mmfsdp.rehearsal.step import call_with
+from mmfsdp.rehearsal.running.step import call_with
 
 __all__ = ["CASES", "Case"]
 

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mmfsdp
 from benchmarks.on_gpu.cases import Case
-from mmfsdp.rehearsal.optimizers import make_optimizer
-from mmfsdp.rehearsal.step import run_forward, run_step
-from mmfsdp.runtime.guards import unwatched
+from mmfsdp.rehearsal.running.optimizers import make_optimizer
+from mmfsdp.rehearsal.running.step import run_forward, run_step
+from mmfsdp.runtime.refusals.guards import unwatched
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 

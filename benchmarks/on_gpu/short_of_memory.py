@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mmfsdp
 from benchmarks.published.models import Decoder, Shape
 from benchmarks.published.rebuilding import MPTS
-from mmfsdp.rehearsal.device_memory import workspaces_of
-from mmfsdp.rehearsal.retries import retries_of
-from mmfsdp.rehearsal.waiting import released_late
-from mmfsdp.rehearsal.wrapping import wrapped_units
+from mmfsdp.rehearsal.allocator.device_memory import workspaces_of
+from mmfsdp.rehearsal.allocator.retries import retries_of
+from mmfsdp.rehearsal.allocator.waiting import released_late
+from mmfsdp.rehearsal.allocator.wrapping import wrapped_units
 
 __all__ = ["forecasts", "main", "train"]
 

@@ -20,8 +20,8 @@ from benchmarks.published.models import Decoder, Shape
 from benchmarks.published.qlora_models import QloraDecoder, QloraShape
 from benchmarks.published.rebuilding import Rebuilt
 from mmfsdp.rehearsal import Collective, Operator, Range, Rehearsal
-from mmfsdp.rehearsal.accounting import highest
-from mmfsdp.rehearsal.step import call_with
+from mmfsdp.rehearsal.allocator.accounting import highest
+from mmfsdp.rehearsal.running.step import call_with
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.links import links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of

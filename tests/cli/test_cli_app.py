@@ -19,9 +19,9 @@ from tests.cli.support import invoke, run, write_safetensors
 from mmfsdp.basics import pip_install
 from mmfsdp.checkpoint import Conversion
 from mmfsdp_cli import __version__
-from mmfsdp_cli.choices import ModelChoice, StepChoice
-from mmfsdp_cli.help import summary
 from mmfsdp_cli.main import app
+from mmfsdp_cli.options.choices import ModelChoice, StepChoice
+from mmfsdp_cli.printing.help import summary
 
 CONTEXT = click.Context(app)
 COMMANDS = app.list_commands(CONTEXT)
@@ -38,12 +38,12 @@ def parameters(name: str) -> dict[str, click.Parameter]:
 def test_a_command_is_imported_only_when_it_is_run() -> None:
     code = "import sys; from mmfsdp_cli.main import app; app(['formats'], standalone_mode=False); print([*sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "'mmfsdp_cli.formats'" in done.stdout
-    assert "'mmfsdp_cli.converting'" not in done.stdout
+    assert "'mmfsdp_cli.commands.formats'" in done.stdout
+    assert "'mmfsdp_cli.commands.converting'" not in done.stdout
     code = "import sys; from mmfsdp_cli.main import main\ntry: main()\nfinally: print([*sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
     assert "'mmfsdp_cli.main'" in done.stderr
-    assert "'mmfsdp_cli.converting'" not in done.stderr
+    assert "'mmfsdp_cli.commands.converting'" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [[], ["plan"], ["rehearse"], ["fit"], ["measure"], ["doctor"], ["convert"]])

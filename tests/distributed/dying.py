@@ -23,8 +23,8 @@ import torch.nn as nn
 
 import mmfsdp
 import mmfsdp.runtime.training
-import mmfsdp.saving.load
-import mmfsdp.saving.save
+import mmfsdp.saving.reading.load
+import mmfsdp.saving.writing.save
 import mmfsdp.sharding.apply
 
 PER_NODE = 2

@@ -11,8 +11,8 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.rehearsal import FirstSteps, ForecastWatch, Rehearsal, advise, explain_out_of_memory
-from mmfsdp.rehearsal.device_memory import workspaces_of
-from mmfsdp.rehearsal.retries import retries_of
+from mmfsdp.rehearsal.allocator.device_memory import workspaces_of
+from mmfsdp.rehearsal.allocator.retries import retries_of
 
 WIDTH, DEPTH, ROWS = 2048, 6, 16384
 CONFIG = {"wrap": WRAP, "precision": "bf16"}

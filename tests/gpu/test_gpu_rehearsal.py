@@ -15,8 +15,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mmfsdp
-from mmfsdp.rehearsal.device_memory import CUBLAS_LARGE, CUBLAS_SMALL
-from mmfsdp.runtime.guards import unwatched
+from mmfsdp.rehearsal.allocator.device_memory import CUBLAS_LARGE, CUBLAS_SMALL
+from mmfsdp.runtime.refusals.guards import unwatched
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 

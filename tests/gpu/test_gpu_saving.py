@@ -12,7 +12,7 @@ from tests.gpu.loops import WRAP, Net, losses
 import mmfsdp
 from mmfsdp.checkpoint import convert, verify
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.background import saver_of
+from mmfsdp.saving.writing.background import saver_of
 
 
 def trained(device: torch.device, config: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

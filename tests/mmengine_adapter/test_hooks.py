@@ -20,7 +20,7 @@ from mmengine.registry import HOOKS as HOOKS_REGISTRY
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
-from tests.distributed.test_out_of_memory import FullDevice
+from tests.distributed.rehearsal.test_out_of_memory import FullDevice
 from tests.mmengine_adapter.toy import (
     POLICY,
     UNSHARDED,

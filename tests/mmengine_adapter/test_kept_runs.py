@@ -22,7 +22,8 @@ from tests.mmengine_adapter.test_resuming import state_of
 from tests.mmengine_adapter.toy import History, ToyData, config, loader, runner_of, strategy
 
 from mmfsdp import errors, model_state_dict
-from mmfsdp.saving import PendingSave, step_messages
+from mmfsdp.saving import PendingSave
+from mmfsdp.saving.loop import step_messages
 from mmfsdp.testing import close_ranks, run_ranks, single_rank
 from mmfsdp_mmengine.checkpoints import strategy_states
 

@@ -14,7 +14,8 @@ from tests.mmengine_adapter.toy import runner_of, strategy
 
 from mmfsdp import errors
 from mmfsdp.collective import scope_of
-from mmfsdp.saving import HeldDirectory, step_messages
+from mmfsdp.saving import HeldDirectory
+from mmfsdp.saving.loop import step_messages
 from mmfsdp.testing import close_ranks, run_ranks, single_rank
 
 

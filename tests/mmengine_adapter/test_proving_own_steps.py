@@ -18,7 +18,7 @@ from mmfsdp import prove
 from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import RemadeStep, build_model, read_config
 from mmfsdp.parity import Proof
-from mmfsdp_cli.proving import _step
+from mmfsdp_cli.commands.proving import _step
 
 
 @MODELS.register_module(force=True)

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import mmfsdp
-from mmfsdp.saving.run_state import _is_of_rank
+from mmfsdp.saving.loop.run_state import _is_of_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 

@@ -20,9 +20,9 @@ from tests.parity.families import FAMILIES, batch_of, build, loss_of
 
 from mmfsdp.config import ShardConfig
 from mmfsdp.parity import Proof
-from mmfsdp.parity.launched import Local
-from mmfsdp.parity.proof_task import Task, parts_of
-from mmfsdp.parity.proving import prove_beside, train_reference
+from mmfsdp.parity.proving.launched import Local
+from mmfsdp.parity.proving.proof_task import Task, parts_of
+from mmfsdp.parity.proving.prove import prove_beside, train_reference
 from mmfsdp.testing import close_ranks
 
 __all__ = ["PAGE", "PLANS", "PRECISIONS", "page", "proofs", "share_of"]

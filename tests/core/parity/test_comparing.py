@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import mmfsdp
 from mmfsdp.errors import CheckpointNotFoundError, ConfigError, FormatError
 from mmfsdp.parity import Key, comparison_page
-from mmfsdp.parity.records import read_record
+from mmfsdp.parity.records.record_files import read_record
 
 
 def train(

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from mmfsdp.parity.figures import BITS, Figures, add, cosine, distance, factor, where
-from mmfsdp.parity.geometries import geometry_of
-from mmfsdp.parity.sketches import Sketches, sketch_of
-from mmfsdp.parity.writing import Scaled, texts_of
+from mmfsdp.parity.records.writing import Scaled, texts_of
+from mmfsdp.parity.sketching.figures import BITS, Figures, add, cosine, distance, factor, where
+from mmfsdp.parity.sketching.geometries import geometry_of
+from mmfsdp.parity.sketching.sketches import Sketches, sketch_of
 
 SHAPES = [(), (1,), (1000,), (7, 5), (64, 32, 3, 3), (4, 100, 16), (3, 0, 2)]
 SHAPES += [(9001,), (300, 257), (48, 768), (40, 96, 3, 5)]  # of more elements than have signs of their own

@@ -11,8 +11,8 @@ import sys
 import click
 
 from mmfsdp_cli import __version__
-from mmfsdp_cli.console import say_usage_error
-from mmfsdp_cli.help import Context
+from mmfsdp_cli.printing.console import say_usage_error
+from mmfsdp_cli.printing.help import Context
 
 __all__ = ["app", "main"]
 
@@ -65,7 +65,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"mmfsdp_cli.{_COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"mmfsdp_cli.commands.{_COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 

@@ -43,7 +43,7 @@ _DUMP = 0.5  # seconds that a rank gets to write where it is
 _pools: dict[int, list[_Pool]] = {}
 _preloaded = [__name__, "torch.distributed.fsdp", "torch.distributed.tensor"]
 _preloaded += ["torch._dynamo", "torch.distributed.checkpoint"]  # torch itself imports these on first use
-_preloaded += ["mmfsdp.torch_style.wrapper", "mmfsdp.saving.load", "mmfsdp.saving.save"]
+_preloaded += ["mmfsdp.torch_style.wrapper", "mmfsdp.saving.reading.load", "mmfsdp.saving.writing.save"]
 
 
 class RankError(MmfsdpError):

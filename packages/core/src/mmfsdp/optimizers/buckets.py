@@ -19,7 +19,7 @@ from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import Route, route_of
 from mmfsdp.optimizers.shards import Division, division_of
 from mmfsdp.planning.matrix_steps import divide_into_buckets
-from mmfsdp.runtime.guards import are_watching
+from mmfsdp.runtime.refusals.guards import are_watching
 
 __all__ = ["Bucket", "Member", "buckets_of"]
 

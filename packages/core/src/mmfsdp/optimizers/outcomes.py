@@ -11,7 +11,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.errors import OptimizerStepError
 from mmfsdp.optimizers.buckets import Member
 from mmfsdp.optimizers.functions import MatrixFunction
-from mmfsdp.runtime.guards import are_watching
+from mmfsdp.runtime.refusals.guards import are_watching
 
 __all__ = ["NO_GRADIENT", "ON_SOME_RANKS", "UPDATED", "Outcomes", "updated_matrix"]
 

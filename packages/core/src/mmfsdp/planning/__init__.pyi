@@ -1,9 +1,7 @@
-from mmfsdp.planning.automatic import repeated_classes as repeated_classes
-from mmfsdp.planning.memory_estimate import MemoryEstimate as MemoryEstimate
-from mmfsdp.planning.memory_estimate import estimate_memory as estimate_memory
-from mmfsdp.planning.optimizer_memory import OPTIMIZERS as OPTIMIZERS
-from mmfsdp.planning.optimizer_memory import optimizer_named as optimizer_named
-from mmfsdp.planning.patterns import match_classes as match_classes
+from mmfsdp.planning.memory.estimate import MemoryEstimate as MemoryEstimate
+from mmfsdp.planning.memory.estimate import estimate_memory as estimate_memory
+from mmfsdp.planning.memory.optimizers import OPTIMIZERS as OPTIMIZERS
+from mmfsdp.planning.memory.optimizers import optimizer_named as optimizer_named
 from mmfsdp.planning.plan_records import ActivationPlan as ActivationPlan
 from mmfsdp.planning.plan_records import BufferEntry as BufferEntry
 from mmfsdp.planning.plan_records import MeshSpec as MeshSpec
@@ -11,5 +9,7 @@ from mmfsdp.planning.plan_records import Note as Note
 from mmfsdp.planning.plan_records import ParamEntry as ParamEntry
 from mmfsdp.planning.plan_records import ShardUnit as ShardUnit
 from mmfsdp.planning.plan_records import UnitPrecision as UnitPrecision
+from mmfsdp.planning.policies.automatic import repeated_classes as repeated_classes
+from mmfsdp.planning.policies.patterns import match_classes as match_classes
 from mmfsdp.planning.resolve import plan as plan
 from mmfsdp.planning.schema import ShardPlan as ShardPlan

@@ -9,10 +9,10 @@ import torch.nn as nn
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.config import ActivationCheckpointingConfig
 from mmfsdp.errors import ConfigError, PolicyError
-from mmfsdp.planning.automatic import LARGE
 from mmfsdp.planning.plan_records import ActivationPlan, ShardUnit
-from mmfsdp.planning.policies import select_modules
-from mmfsdp.planning.policy_forms import Policy
+from mmfsdp.planning.policies.automatic import LARGE
+from mmfsdp.planning.policies.forms import Policy
+from mmfsdp.planning.policies.matching import select_modules
 from mmfsdp.planning.units import has_forward
 
 __all__ = ["activation_plan"]

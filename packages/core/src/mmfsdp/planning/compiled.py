@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from mmfsdp.planning.policies import own_parameters
+from mmfsdp.planning.policies.matching import own_parameters
 
 __all__ = ["around_compiled", "compiled_around", "is_compiled", "is_compiled_wrapper", "unwrap_compiled"]
 

@@ -10,8 +10,8 @@ import torch.nn as nn
 
 from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import PlanError
-from mmfsdp.planning.patterns import match_fqns
 from mmfsdp.planning.plan_records import Note
+from mmfsdp.planning.policies.patterns import match_fqns
 
 __all__ = ["Ignored", "ignored_states"]
 

@@ -10,8 +10,8 @@ import torch.nn as nn
 from mmfsdp.config import OptimizerConfig
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.optimizer_groups import OptimizerGroup, OptimizerPlan
-from mmfsdp.planning.patterns import match_fqns
 from mmfsdp.planning.plan_records import ParamEntry
+from mmfsdp.planning.policies.patterns import match_fqns
 
 __all__ = ["optimizer_plan"]
 

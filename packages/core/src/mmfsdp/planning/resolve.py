@@ -14,18 +14,18 @@ from mmfsdp.config import AutoWrap, ShardConfig
 from mmfsdp.config.synonyms import advice_for
 from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
-from mmfsdp.planning.automatic import explain
 from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.compiling import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
-from mmfsdp.planning.kept_in_float32 import kept_in_float32
 from mmfsdp.planning.mesh import MeshLike, mesh_spec
 from mmfsdp.planning.optimizing import optimizer_plan
 from mmfsdp.planning.plan_records import BufferEntry, Note, ParamEntry, ShardUnit
-from mmfsdp.planning.policies import Match, resolve_policy
-from mmfsdp.planning.policy_forms import Policy
-from mmfsdp.planning.precision import (
+from mmfsdp.planning.policies.automatic import explain
+from mmfsdp.planning.policies.forms import Policy
+from mmfsdp.planning.policies.matching import Match, resolve_policy
+from mmfsdp.planning.precision.kept_in_float32 import kept_in_float32
+from mmfsdp.planning.precision.unit_dtypes import (
     full_precision_classes,
     low_weights_notes,
     override_matches,

@@ -15,7 +15,7 @@ import torch.nn as nn
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.compiled import compiled_around, is_compiled_wrapper
 from mmfsdp.planning.plan_records import Note
-from mmfsdp.planning.policies import Match, own_parameters
+from mmfsdp.planning.policies.matching import Match, own_parameters
 
 __all__ = ["UnitDraft", "draft_units", "has_forward"]
 

@@ -12,12 +12,12 @@ from mmfsdp.errors import ConfigError, MeshError
 from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.averaged_weights import EmaFn
-from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.running import IdleError, run_fake
-from mmfsdp.rehearsal.step import LossFn
+from mmfsdp.rehearsal.running.averaged_weights import EmaFn
+from mmfsdp.rehearsal.running.fake_run import IdleError, run_fake
+from mmfsdp.rehearsal.running.optimizers import OptimizerFn
+from mmfsdp.rehearsal.running.step import LossFn
 from mmfsdp.rehearsal.timing.device_specs import Device
 
 __all__ = ["rehearse", "rehearse_once"]

@@ -11,19 +11,19 @@ from typing import Any
 from mmfsdp.basics.text import parse_bytes
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.accounting import held_at, highest, ordered, series, shares
-from mmfsdp.rehearsal.compiling import compiles
-from mmfsdp.rehearsal.device_memory import beside_allocator, taken_ranges, workspaces_of
+from mmfsdp.rehearsal.allocator.accounting import held_at, highest, ordered, series, shares
+from mmfsdp.rehearsal.allocator.device_memory import beside_allocator, taken_ranges, workspaces_of
+from mmfsdp.rehearsal.allocator.retries import Retries, retries_of, retries_text
+from mmfsdp.rehearsal.allocator.waiting import released_late
+from mmfsdp.rehearsal.allocator.wrapping import wrapped_units
+from mmfsdp.rehearsal.fakes.compiling import compiles
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
 from mmfsdp.rehearsal.result_table import table_of
-from mmfsdp.rehearsal.retries import Retries, retries_of, retries_text
 from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
-from mmfsdp.rehearsal.waiting import released_late
-from mmfsdp.rehearsal.wrapping import wrapped_units
 
 __all__ = ["Rehearsal"]
 
@@ -170,7 +170,7 @@ class Rehearsal:
         """Return the least and the most bytes that the process takes of a GPU: compare them with what the GPU has.
 
         To `reserved` come the CUDA context and the buffers of NCCL, one communicator for each group of ranks: constants
-        from published measurements, see `mmfsdp.rehearsal.device_memory`.
+        from published measurements, see `mmfsdp.rehearsal.allocator.device_memory`.
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.

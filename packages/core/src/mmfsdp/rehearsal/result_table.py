@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes, human_range
-from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
+from mmfsdp.rehearsal.fakes.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.savings import savings_text
 
 if TYPE_CHECKING:

@@ -15,28 +15,28 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.data_parallel import watch_wrappers
-from mmfsdp.runtime.flat_backwards import complete_backwards, refuse_unseen_backwards
-from mmfsdp.runtime.flat_params import flat_params, name_gathering
-from mmfsdp.runtime.foreign_saves import guard_save_pretrained
-from mmfsdp.runtime.forward_errors import explain_forward_error
-from mmfsdp.runtime.gradients import GradientAgreement
-from mmfsdp.runtime.graph_inputs import RefuseShardGradients, check_graph_inputs, refuse_flat_gradients
-from mmfsdp.runtime.guards import watch_optimizers
-from mmfsdp.runtime.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
-from mmfsdp.runtime.late_freezing import refuse_late_freezing
-from mmfsdp.runtime.other_weights import refuse_other_flat_weights, refuse_other_weights
-from mmfsdp.runtime.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
-from mmfsdp.runtime.resizing import refuse_resizing
-from mmfsdp.runtime.second_order import RefuseSecondOrder
+from mmfsdp.runtime.calls.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
+from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.calls.unit_parts import UnitParts
+from mmfsdp.runtime.fsdp1.flat_backwards import complete_backwards, refuse_unseen_backwards
+from mmfsdp.runtime.fsdp1.flat_params import flat_params, name_gathering
+from mmfsdp.runtime.gathered.other_weights import refuse_other_flat_weights, refuse_other_weights
+from mmfsdp.runtime.gradients.agreement import GradientAgreement
+from mmfsdp.runtime.gradients.graph_inputs import RefuseShardGradients, check_graph_inputs, refuse_flat_gradients
+from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
+from mmfsdp.runtime.gradients.second_order import RefuseSecondOrder
+from mmfsdp.runtime.refusals.data_parallel import watch_wrappers
+from mmfsdp.runtime.refusals.foreign_saves import guard_save_pretrained
+from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
+from mmfsdp.runtime.refusals.guards import watch_optimizers
+from mmfsdp.runtime.refusals.late_freezing import refuse_late_freezing
+from mmfsdp.runtime.refusals.resizing import refuse_resizing
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_root
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe
 from mmfsdp.runtime.torch_fsdp2.random_numbers import draw_as_whole
 from mmfsdp.runtime.torch_fsdp2.state_dict_hooks import keep_state_dicts_pure
-from mmfsdp.runtime.unit_gates import UnitGate
-from mmfsdp.runtime.unit_parts import UnitParts
 
 __all__ = ["install_hooks", "route_calls"]
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.runtime.flat_params import free_flat_params
+from mmfsdp.runtime.fsdp1.flat_params import free_flat_params
 from mmfsdp.runtime.torch_fsdp2.gathering import shard_versions
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_root, discard_iteration
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group

@@ -9,9 +9,9 @@ torch silently accepts several uses that leave weights untrained or let ranks dr
 - Parameters gathered in an evaluation stay gathered if the strategy says so, until shards are written or trained.
 - A backward reduces gradients if its forward ran outside of `no_sync`, as with DDP.
 - Gradients that only some ranks have, and those of whole parameters, are averaged over all ranks
-  (`mmfsdp.runtime.gradients`).
+  (`mmfsdp.runtime.gradients.agreement`).
 
-`mmfsdp.runtime.guards` refuses the remaining uses when an optimizer steps.
+`mmfsdp.runtime.refusals.guards` refuses the remaining uses when an optimizer steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.backward import is_backward
-from mmfsdp.runtime.copied_settings import CopiedSettings
-from mmfsdp.runtime.gradients import GradientAgreement
+from mmfsdp.runtime.gathered.copied_settings import CopiedSettings
+from mmfsdp.runtime.gathered.lost_writes import LostWrites
+from mmfsdp.runtime.gathered.other_weights import in_functional_call
+from mmfsdp.runtime.gradients.agreement import GradientAgreement
+from mmfsdp.runtime.gradients.backward import is_backward
 from mmfsdp.runtime.live_engines import live_engine
-from mmfsdp.runtime.lost_writes import LostWrites
-from mmfsdp.runtime.other_weights import in_functional_call
 from mmfsdp.runtime.roles import Roles, check_unseen, roles_of
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params, shard_versions
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from mmfsdp.errors import ShardStateError
-from mmfsdp.runtime.clipping import check_finite_norm, global_norm, scale_down_
+from mmfsdp.runtime.gradients.clipping import check_finite_norm, global_norm, scale_down_
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import find_sharded_model, live_models
 

@@ -17,18 +17,18 @@ from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
 from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.plan_records import Note
-from mmfsdp.planning.policy_forms import Policy
+from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.averaged_parts import average_on_shards
-from mmfsdp.runtime.buffers import keep_buffers_alike
-from mmfsdp.runtime.gradient_hooks import check_gradient_hooks
+from mmfsdp.runtime.calls.unit_parts import UnitParts, parts_of_units
+from mmfsdp.runtime.gathered.kept_params import named_references, replace_kept
+from mmfsdp.runtime.gathered.lost_writes import LostWrites
+from mmfsdp.runtime.gathered.recurrent_weights import leave_weights_in_place
+from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks, route_calls
-from mmfsdp.runtime.kept_params import named_references, replace_kept
-from mmfsdp.runtime.lost_writes import LostWrites
-from mmfsdp.runtime.recurrent_weights import leave_weights_in_place
+from mmfsdp.runtime.ranks.buffers import keep_buffers_alike
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.runtime.unit_parts import UnitParts, parts_of_units
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.compiling import check_backend

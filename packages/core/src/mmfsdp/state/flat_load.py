@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mmfsdp.runtime.dtensors import Box
-from mmfsdp.runtime.flat_params import FlatPiece
+from mmfsdp.runtime.fsdp1.flat_params import FlatPiece
 from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["fill_piece", "piece_box"]

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.flat_params import is_flat_gathered
+from mmfsdp.runtime.fsdp1.flat_params import is_flat_gathered
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
 __all__ = ["LocalView", "exchange", "exchanged"]

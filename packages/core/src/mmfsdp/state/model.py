@@ -18,7 +18,7 @@ from mmfsdp.collective.scopes import place_in
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, share_page_cache
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
-from mmfsdp.runtime.flat_params import FlatPiece, flat_pieces
+from mmfsdp.runtime.fsdp1.flat_params import FlatPiece, flat_pieces
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.alike import check_alike, kind_of
 from mmfsdp.state.extra_states import EXTRA_STATE, is_extra, load_extra_states

@@ -15,7 +15,7 @@ import torch.nn as nn
 from mmfsdp.collective.scopes import is_group_pair
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, closest
-from mmfsdp.planning.policy_forms import Policy
+from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.torch_style import forms
 from mmfsdp.torch_style.other_names import advice_for_argument
 

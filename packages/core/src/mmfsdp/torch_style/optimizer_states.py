@@ -17,9 +17,9 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError, UnsupportedCallError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.state import named_optimizer
 from mmfsdp.state.model import is_first_rank
-from mmfsdp.state.optimizer import gathered, optim_state_to_load, sharded_by_name
+from mmfsdp.state.optimizers import named_optimizer
+from mmfsdp.state.optimizers.plain import gathered, optim_state_to_load, sharded_by_name
 from mmfsdp.state.sending import send_optim_state
 from mmfsdp.torch_style.state_dict_types import get_state_dict_type, on_cpu
 

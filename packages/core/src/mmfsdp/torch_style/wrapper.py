@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import UnsupportedCallError
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.flat_params import flat_params
+from mmfsdp.runtime.fsdp1.flat_params import flat_params
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.runtime.training import clip_grad_norm_, no_sync
 from mmfsdp.sharding.apply import shard

@@ -13,18 +13,18 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.accounting import highest
-from mmfsdp.rehearsal.averaged_weights import EmaFn
+from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import plain_settings
 from mmfsdp.rehearsal.fitting.changes import Change, changes_of
 from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_place
 from mmfsdp.rehearsal.fitting.probing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.shortening import short_models, stacks_of
-from mmfsdp.rehearsal.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
 from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.running.averaged_weights import EmaFn
+from mmfsdp.rehearsal.running.optimizers import OptimizerFn, make_optimizer
+from mmfsdp.rehearsal.running.step import LossFn
 from mmfsdp.rehearsal.savings import Saving
-from mmfsdp.rehearsal.step import LossFn
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.planning.memory.steps import whole_bytes
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.device_memory import CONTEXT, CUBLAS_LARGE, UNCERTAIN
+from mmfsdp.rehearsal.allocator.device_memory import CONTEXT, CUBLAS_LARGE, UNCERTAIN
+from mmfsdp.rehearsal.allocator.nccl_memory import NCCL_LIBRARY, communicator_bytes
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.computing import Seconds
 from mmfsdp.rehearsal.fitting.probing import Estimate
-from mmfsdp.rehearsal.nccl_memory import NCCL_LIBRARY, communicator_bytes
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device

@@ -10,9 +10,9 @@ from typing import Any
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
+from mmfsdp.planning.memory.steps import whole_bytes
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.planning.step_memory import whole_bytes
-from mmfsdp.rehearsal.accounting import held_at
+from mmfsdp.rehearsal.allocator.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["Change", "changes_of", "finer_patterns", "large_outside", "with_units"]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmfsdp.rehearsal.accounting import ordered
+from mmfsdp.rehearsal.allocator.accounting import ordered
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["ACTIVATIONS", "Highest", "combined", "highest_by_place"]

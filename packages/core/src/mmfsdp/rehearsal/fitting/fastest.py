@@ -12,16 +12,16 @@ from mmfsdp.basics.text import parse_bytes
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
-from mmfsdp.rehearsal.averaged_weights import EmaFn
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for, plain_settings, with_offload
 from mmfsdp.rehearsal.fitting.changes import changes_of, large_outside
 from mmfsdp.rehearsal.fitting.fit_result import Fit, FitOption
 from mmfsdp.rehearsal.fitting.probing import Prober, samples_of, tokens_of
 from mmfsdp.rehearsal.fitting.rates import rates_of
 from mmfsdp.rehearsal.fitting.searching import Found, Search, search, search_faster
-from mmfsdp.rehearsal.optimizers import OptimizerFn
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.step import LossFn
+from mmfsdp.rehearsal.running.averaged_weights import EmaFn
+from mmfsdp.rehearsal.running.optimizers import OptimizerFn
+from mmfsdp.rehearsal.running.step import LossFn
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of

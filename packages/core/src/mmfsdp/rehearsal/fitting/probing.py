@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import ConfigError, MmfsdpError
+from mmfsdp.planning.memory.steps import compute_itemsize
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.planning.step_memory import compute_itemsize
-from mmfsdp.rehearsal.accounting import highest
+from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.computing import Computing, computing_of, summed
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place

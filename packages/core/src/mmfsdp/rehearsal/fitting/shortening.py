@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from mmfsdp.rehearsal.fake_copies import meta_model
+from mmfsdp.rehearsal.fakes.fake_copies import meta_model
 
 __all__ = ["Stack", "short_models", "stacks_of"]
 

@@ -15,9 +15,9 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import RehearsalError
 from mmfsdp.planning.compiled import around_compiled, is_compiled
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.rehearsal.compiling import compiles
-from mmfsdp.rehearsal.fake import compiler_of, tensors_in
-from mmfsdp.rehearsal.recording.fusing import Kernel, kernels_of
+from mmfsdp.rehearsal.fakes.compiling import compiles
+from mmfsdp.rehearsal.fakes.fake import compiler_of, tensors_in
+from mmfsdp.rehearsal.recording.kernels.fusing import Kernel, kernels_of
 from mmfsdp.rehearsal.recording.recorder import Recorder
 
 __all__ = ["CompiledGraphs", "compiled_graphs"]

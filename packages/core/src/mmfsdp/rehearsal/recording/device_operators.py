@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.fake import below_autograd, is_made_in, is_traced
-from mmfsdp.rehearsal.recording.attention_backends import attention_backend, attention_order
+from mmfsdp.rehearsal.fakes.fake import below_autograd, is_made_in, is_traced
+from mmfsdp.rehearsal.recording.kernels.attention_backends import attention_backend, attention_order
 from mmfsdp.rehearsal.recording.recurrent import NETWORKS, recurrent_network
 
 __all__ = ["FUSED_RMS_NORM", "FUSED_RMS_NORM_BACKWARD", "device_operators", "run_fused_norm"]
@@ -32,7 +32,7 @@ def device_operators(mode: Any, capability: tuple[int, int] | None = None) -> It
     """Replace composite operators on tensors that were made in a context of fake tensors.
 
     Args:
-        mode: The context, from `mmfsdp.rehearsal.fake.fake_tensors`.
+        mode: The context, from `mmfsdp.rehearsal.fakes.fake.fake_tensors`.
         capability: The compute capability of the device; None for any from Ampere on.
     """
     library = torch.library.Library("aten", "IMPL")

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.rehearsal.fake import fake_like, is_fake, layout_of
-from mmfsdp.rehearsal.recording.foreach import one_by_one
+from mmfsdp.rehearsal.fakes.fake import fake_like, is_fake, layout_of
+from mmfsdp.rehearsal.recording.kernels.foreach import one_by_one
 
 __all__ = ["DEVICE", "KnownResults", "Recipe", "Recipes"]
 

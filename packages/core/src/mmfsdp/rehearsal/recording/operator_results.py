@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.fake import CANNOT_BE_FAKED, has_constant, is_fake, local_of, tensors_in, without_fakes
+from mmfsdp.rehearsal.fakes.fake import CANNOT_BE_FAKED, has_constant, is_fake, local_of, tensors_in, without_fakes
 from mmfsdp.rehearsal.recording.assuming import answer, finite, scalar
 from mmfsdp.rehearsal.recording.device_operators import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD, run_fused_norm
+from mmfsdp.rehearsal.recording.kernels.losses import CTC, kept_loss_bytes, run_ctc
+from mmfsdp.rehearsal.recording.kernels.onednn_recurrent import LSTM_LAYER, add_workspace
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
-from mmfsdp.rehearsal.recording.losses import CTC, kept_loss_bytes, run_ctc
-from mmfsdp.rehearsal.recording.onednn_recurrent import LSTM_LAYER, add_workspace
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
 from mmfsdp.rehearsal.recording.phases import Places
 from mmfsdp.rehearsal.recording.recurrent import RECURRENT, run_recurrent

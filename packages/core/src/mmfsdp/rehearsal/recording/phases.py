@@ -14,9 +14,9 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.compiled import around_compiled, is_compiled
-from mmfsdp.rehearsal.fake import backward_place, forward_place
-from mmfsdp.runtime.backward import is_backward
-from mmfsdp.runtime.flat_params import around_gathering
+from mmfsdp.rehearsal.fakes.fake import backward_place, forward_place
+from mmfsdp.runtime.fsdp1.flat_params import around_gathering
+from mmfsdp.runtime.gradients.backward import is_backward
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, unit_of

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmfsdp.rehearsal.fake import (
+from mmfsdp.rehearsal.fakes.fake import (
     group_of,
     is_accumulating,
     is_fake,
@@ -23,7 +23,7 @@ from mmfsdp.rehearsal.fake import (
     tensors_in,
     without_fakes,
 )
-from mmfsdp.rehearsal.recording.foreach import as_shards, on_shards
+from mmfsdp.rehearsal.recording.kernels.foreach import as_shards, on_shards
 from mmfsdp.rehearsal.recording.known_results import DEVICE
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
@@ -38,7 +38,7 @@ from mmfsdp.rehearsal.recording.step_records import (
     Operator,
     signature_of,
 )
-from mmfsdp.runtime.backward import is_backward
+from mmfsdp.runtime.gradients.backward import is_backward
 
 __all__ = ["Recorder"]
 

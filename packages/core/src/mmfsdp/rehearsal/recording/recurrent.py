@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmfsdp.rehearsal.fake import below_autograd
+from mmfsdp.rehearsal.fakes.fake import below_autograd
 
 __all__ = ["NETWORKS", "RECURRENT", "recurrent_flops", "recurrent_network", "recurrent_scratch", "run_recurrent"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.planning.repeats import join_ranges
-from mmfsdp.rehearsal.accounting import held_at
+from mmfsdp.rehearsal.allocator.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["Node", "module_tree", "owner_of"]

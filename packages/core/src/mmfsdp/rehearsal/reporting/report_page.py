@@ -9,7 +9,7 @@ from mmfsdp.basics.pages.frame import html_page
 from mmfsdp.basics.pages.markup import section, size, table, text
 from mmfsdp.basics.text import human_range
 from mmfsdp.errors import ConfigError
-from mmfsdp.rehearsal.compiling import EAGER_INSTEAD
+from mmfsdp.rehearsal.fakes.compiling import EAGER_INSTEAD
 from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
 from mmfsdp.rehearsal.reporting.curves import scaled_times
 from mmfsdp.rehearsal.reporting.modules import module_tree

@@ -22,8 +22,8 @@ from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.casting import compute_in_full_precision
-from mmfsdp.runtime.flat_params import keep_param_order
+from mmfsdp.runtime.calls.casting import compute_in_full_precision
+from mmfsdp.runtime.fsdp1.flat_params import keep_param_order
 from mmfsdp.sharding.compiling import compile_unit
 from mmfsdp.sharding.devices import device_of
 from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot

@@ -18,10 +18,10 @@ from mmfsdp.basics.dtypes import is_floating_point, to_torch
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
 from mmfsdp.planning.compiled import is_compiled
 from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
-from mmfsdp.planning.policies import own_parameters
+from mmfsdp.planning.policies.matching import own_parameters
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import has_forward
-from mmfsdp.runtime.casting import compute_in_full_precision
+from mmfsdp.runtime.calls.casting import compute_in_full_precision
 from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
 from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
 from mmfsdp.sharding.compiling import compile_unit

@@ -1,0 +1,146 @@
+"""``mmfsdp-cli prove``: trains a model in one process and sharded, and compares everything that both compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from click.exceptions import Exit
+
+from mmfsdp_cli.options.choices import ModelChoice, batch_size, takes_model
+from mmfsdp_cli.options.modelling import key_values, running_user_code
+from mmfsdp_cli.options.plans import settings_of
+from mmfsdp_cli.options.shared import flag, json_report, option, several
+from mmfsdp_cli.options.steps import batch_of
+from mmfsdp_cli.printing.console import reporting_errors, say
+from mmfsdp_cli.printing.help import Command
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from mmfsdp.frontends import ReadConfig
+
+__all__ = ["prove_command"]
+
+_STEP = "Step"
+
+
+@click.command("prove", cls=Command)
+@takes_model("Number of ranks to shard over, by default 2, or all of torchrun")
+@several(
+    "--batch",
+    section=_STEP,
+    metavar="[NAME=]SHAPE[:DTYPE]",
+    help="What one rank gets, samples first: 4x512x1024, or input_ids=1x4096 for each argument. Token ids are int64 by "
+    "default, everything else float32.",
+)
+@batch_size
+@option("--optimizer", section=_STEP, metavar="NAME", help="The optimizer; by default that of the plan, or AdamW.")
+@option("--accumulate", section=_STEP, type=click.IntRange(min=1), metavar="N", help="Micro-batches, by default 1.")
+@option(
+    "--steps", section=_STEP, type=click.IntRange(min=1), default=3, metavar="N", help="Steps before the checkpoint."
+)
+@option(
+    "--resume-on",
+    section=_STEP,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks to go on with from the checkpoint, 1 by default, or 2 of more than 2.",
+)
+@option(
+    "--against",
+    section=_STEP,
+    type=click.Choice(["alone", "ddp"]),
+    default="alone",
+    help="The reference: one process, or torch's DDP on as many ranks.",
+)
+@flag("--no-evaluation", section=_STEP, help="Leave out the evaluation that an MMEngine config describes.")
+@option("--folder", section=_STEP, metavar="DIR", help="Keep the records here; machines of torchrun must share it.")
+@json_report
+def prove_command(
+    chosen: ModelChoice,
+    batch: tuple[str, ...],
+    batch_size: str | None,
+    optimizer: str | None,
+    accumulate: int | None,
+    steps: int,
+    resume_on: int | None,
+    against: Literal["alone", "ddp"],
+    no_evaluation: bool,
+    folder: str | None,
+    as_json: bool,
+) -> None:
+    """Prove that a model computes on several ranks what it computes in one process. Needs torch.
+
+    It trains both with the same weights and data, saves, resumes on another number of ranks, and compares everything.
+    The ranks are processes on the CPU, or those of torchrun --nproc-per-node N --no-python mmfsdp-cli prove ...
+
+    Exit codes: 0 proven; 1 not proven; 2 the model, the batch, a setting or the number of ranks is wrong.
+    """
+    if bool(batch) == (batch_size is not None):
+        raise click.UsageError("Give the shapes of a batch with --batch, or for an MMEngine config --batch-size.")
+    wanted = chosen.wanted()
+    with reporting_errors():
+        built, source = chosen.build("prove")
+        settings = settings_of(built, source, chosen.config, wanted)
+        given = key_values(chosen.model_arguments, "--model-arg")
+        ranks = chosen.ranks
+        if ranks is not None and not ranks.isdecimal():
+            raise click.BadParameter(f"{ranks!r} is not a number of ranks.", param_hint="--ranks")
+        with running_user_code():
+            from mmfsdp import prove
+
+            step = _step(batch, batch_size, chosen.model, built, source)
+            if no_evaluation:
+                step.pop("evaluate", None)
+            if accumulate is not None:
+                step["accumulate"] = accumulate
+            if optimizer is not None or settings.config.optimizer is not None:
+                step["optimizer"] = optimizer
+            proof = prove(
+                partial(_build, chosen.model, given),
+                **step,
+                ranks=None if ranks is None else int(ranks),
+                config=settings.config,
+                steps=steps,
+                resume_on=resume_on,
+                against=against,
+                folder=folder,
+            )
+        if proof.rank == 0 and as_json:
+            click.echo(json.dumps(proof.describe(), indent=1))
+        elif proof.rank == 0:
+            say(str(proof), colour="green" if proof.proven else "red")
+        if not proof.proven:
+            raise Exit(1)
+
+
+def _step(
+    batch: tuple[str, ...], batch_size: str | None, path: str, model: nn.Module, source: ReadConfig | None
+) -> dict[str, Any]:
+    """Return the arguments of `mmfsdp.prove` that describe a step."""
+    if batch_size is None:
+        return {"batch": batch_of(batch, model)}
+    if source is None:
+        raise click.BadParameter(
+            "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
+        )
+    from mmfsdp.frontends import RemadeStep
+
+    made = RemadeStep(path, None if batch_size == "own" else int(batch_size))
+    step: dict[str, Any] = {"batch": made.batch, "optimizer": made.optimizer}
+    step |= {"loss": made.loss} if made.step.step is None else {"step": made.whole}
+    if made.step.evaluate is not None:
+        step["evaluate"] = made.evaluate
+    return {**step, "max_norm": made.step.max_norms or made.step.max_norm, "accumulate": made.step.accumulate}
+
+
+def _build(name: str, given: Mapping[str, Any]) -> nn.Module:
+    """Build the model in a rank."""
+    with running_user_code():
+        from mmfsdp.frontends import build_model
+
+        return build_model(name, given)[0]

@@ -1,0 +1,1 @@
+"""Arguments and options that commands share, and what they stand for."""

@@ -1,0 +1,1 @@
+"""Comparing two records: the first tensor that differs, and what the difference suggests."""

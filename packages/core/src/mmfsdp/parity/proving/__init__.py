@@ -1,0 +1,1 @@
+"""Proofs of a plan: the same training in one process and on several ranks, compared."""

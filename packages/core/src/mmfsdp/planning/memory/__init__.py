@@ -1,0 +1,1 @@
+"""The memory of a rank, estimated from a plan alone."""

@@ -1,0 +1,1 @@
+"""Wrapping policies: which modules become shard units."""

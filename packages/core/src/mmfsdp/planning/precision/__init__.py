@@ -1,0 +1,1 @@
+"""The dtypes of each shard unit, and what they round."""

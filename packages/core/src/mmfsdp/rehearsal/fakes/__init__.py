@@ -1,0 +1,1 @@
+"""Tensors without memory, and a world of ranks without processes."""

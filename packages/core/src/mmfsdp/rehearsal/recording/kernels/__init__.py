@@ -1,0 +1,1 @@
+"""What kernels hold and write on devices, where operators do not say it."""

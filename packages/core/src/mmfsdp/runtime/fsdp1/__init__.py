@@ -1,0 +1,1 @@
+"""Everything that touches the private parts of torch's FSDP1."""

@@ -1,0 +1,1 @@
+"""Gradients of a sharded model: what backward reaches, completing and clipping them."""

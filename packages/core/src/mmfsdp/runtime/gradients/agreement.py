@@ -1,0 +1,202 @@
+"""Completes gradients at the end of a backward: those that only some ranks have, and those of whole parameters.
+
+A rank whose graph lacks a parameter contributes zeros to the sum, as with DistributedDataParallel. If no rank used the
+parameter, its gradient stays None: with zeros, weight decay and momentum would change the parameter. The ranks agree on
+the used parameters with one all-reduce of a byte per parameter, and only ranks that lack a gradient wait for it. The
+same message detects ranks that gathered and reduced different units, which would go unnoticed if the units have equal
+sizes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmfsdp.collective.lost_ranks import Waiting
+from mmfsdp.errors import RankMismatchError
+from mmfsdp.runtime.gradients.backward import current_backward
+from mmfsdp.runtime.gradients.messages import Message
+from mmfsdp.runtime.torch_fsdp2.gathering import will_gather
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, reduces, shards_of
+from mmfsdp.runtime.torch_fsdp2.unreduced import fill_missing, has_gradient
+
+__all__ = ["GradientAgreement"]
+
+_DIGEST = 8  # bytes
+_MOST_UNREAD = 4
+"""Messages of earlier backwards that may be under way; a host that is further ahead of its device waits."""
+
+_Placed = list[tuple[int, torch.nn.Parameter]]
+
+
+class GradientAgreement(Subscriber):
+    """Completes the gradients of one sharded model in each backward that reduces them.
+
+    Collective in backward: every rank of the mesh.
+
+    Args:
+        mesh: All ranks that train together.
+        groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters always have
+            gradients.
+        whole: Parameters that every rank holds whole; their gradients are averaged here, in one bucket per dtype.
+        is_reduced: Returns whether the current backward reduces the gradients of whole parameters.
+        kept: Called when a group keeps its gradients instead of reducing them.
+    """
+
+    turn = Turn.AGREEING
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        groups: list[Group],
+        whole: list[torch.nn.Parameter],
+        is_reduced: Callable[[], bool],
+        kept: Callable[[], None],
+    ) -> None:
+        self._rank_groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
+        self._world_size = mesh.size()
+        self._device = torch.device(mesh.device_type)
+        self._whole = [weakref.ref(param) for param in whole]
+        self._is_reduced, self._kept = is_reduced, kept
+        self._missing: dict[int, dict[int, torch.nn.Parameter]] = {}
+        self._trained_with: set[int] = set()
+        self._sequence = 0
+        self._backward: int | None = None
+        self._unread: deque[tuple[Message, bytes]] = deque()
+        self._count = len(whole)
+        self._first: dict[int, int] = {}  # by id of a group: the place of its first parameter in the message
+        for group in groups:
+            self._first[id(group)] = self._count
+            self._count += len(list(shards_of(group)))
+        subscribe(self, groups)
+
+    def begin(self) -> None:
+        """Arrange that the current backward completes its gradients at its end. Call it as often as you like."""
+        if (backward := current_backward()) != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def check(self) -> None:
+        """Check the messages of earlier backwards that have arrived. Not collective; does not wait for a device.
+
+        Raises:
+            RankMismatchError: Ranks gathered and reduced different units.
+        """
+        while self._unread and self._unread[0][0].has_arrived():
+            self._read()
+
+    def settle(self) -> None:
+        """Wait for the messages of all backwards and check them. Not collective: they are under way already.
+
+        Raises:
+            RankMismatchError: Ranks gathered and reduced different units.
+        """
+        while self._unread:
+            self._read()
+
+    def before_gather(self, group: Group) -> None:
+        """Note that the unit is gathered, and whether to train with it."""
+        first = self._first[id(group)]
+        if torch.is_grad_enabled():
+            self._trained_with.add(first)
+        if will_gather(group):
+            self._note(first, 0)
+
+    def before_reduce(self, group: Group) -> None:
+        """Give zeros to parameters that this rank did not use."""
+        first = self._first[id(group)]
+        if not reduces(group):
+            self._kept()
+        # A unit that no rank used since the last reduction is not reduced.
+        elif first in self._trained_with or has_gradient(group):
+            self._trained_with.discard(first)
+            missing = fill_missing(group)
+            if missing or first in self._missing:
+                self._remember(first, list(shards_of(group)), missing)
+            self._note(first, 1)
+            self.begin()
+
+    def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
+        known = self._missing.get(first)
+        if known is None:  # a gradient of an earlier backward is kept
+            self._missing[first] = {place: shards[place] for place in missing if shards[place].grad is None}
+        else:  # a unit that ran several times is reduced as often
+            self._missing[first] = {place: known[place] for place in missing if place in known}
+
+    def _note(self, *step: int) -> None:
+        self._sequence = hash((self._sequence, *step))  # numbers have the same hash in every process
+
+    def _finish(self) -> None:
+        missing = [(first + place, shard) for first, found in self._missing.items() for place, shard in found.items()]
+        self._missing = {}
+        if not self._rank_groups:
+            for _, shard in missing:
+                shard.grad = None
+            return
+        whole = self._live_whole() if self._is_reduced() else []
+        lacking = [place for place, param in whole if param.grad is None]
+        self.check()
+        while len(self._unread) >= _MOST_UNREAD:
+            self._read()
+        self._send([*lacking, *(place for place, _ in missing)])
+        self._average(whole)
+        if not missing and not lacking:
+            return
+        used = b""
+        while self._unread:  # this backward's message is the last
+            used = self._read()
+        for place, shard in missing:
+            if not used[place]:
+                shard.grad = None
+        for place, param in whole:
+            if not used[place]:
+                param.grad = None
+
+    def _send(self, unused: list[int]) -> None:
+        digest = (self._sequence % 256**_DIGEST).to_bytes(_DIGEST, "little")
+        self._sequence = 0
+        content = bytearray(b"\1" * self._count + digest + bytes(255 - byte for byte in digest))
+        for place in unused:
+            content[place] = 0
+        self._unread.append((Message(content, self._device, self._rank_groups), digest))
+
+    def _read(self) -> bytes:
+        """Wait for the oldest message, check it, and return for each parameter whether any rank used it."""
+        message, sent = self._unread.popleft()
+        with Waiting("agreeing on the parameters that a backward used"):
+            content = message.read()
+        digest, inverse = content[-2 * _DIGEST : -_DIGEST], content[-_DIGEST:]
+        if digest != sent or inverse != bytes(255 - byte for byte in digest):
+            self._unread.clear()
+            raise RankMismatchError(
+                "Ranks gathered or reduced different shard units, or the same ones in another order, so this backward "
+                "mixed up parameters or gradients. Every rank must run the same units: a part of the model that only "
+                "some ranks use must not be a unit of its own (exclude it in the wrap policy), and calls that gather "
+                "must be made on every rank."
+            )
+        return content
+
+    def _average(self, whole: _Placed) -> None:
+        buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for _, param in whole:
+            buckets.setdefault((param.dtype, param.device), []).append(param)
+        for params in buckets.values():
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            joined = torch.cat([grad.reshape(-1) for grad in grads])
+            with Waiting("averaging the gradients of whole parameters"):
+                for group in self._rank_groups:
+                    dist.all_reduce(joined, group=group)
+            joined.div_(self._world_size)
+            for param, grad, mean in zip(params, grads, joined.split([grad.numel() for grad in grads]), strict=True):
+                param.grad = grad.copy_(mean.view_as(grad))
+
+    def _live_whole(self) -> _Placed:
+        found = ((place, reference()) for place, reference in enumerate(self._whole))
+        return [(place, param) for place, param in found if param is not None and param.requires_grad]

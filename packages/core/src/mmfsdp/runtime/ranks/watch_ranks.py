@@ -1,0 +1,207 @@
+"""Names the rank that holds up all others, with its stack, and ends the job before the backend's timeout does."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mmfsdp.collective.channels import host_of
+from mmfsdp.collective.pulse import GONE, Pulse
+from mmfsdp.collective.scopes import new_scope
+from mmfsdp.collective.steps import check_same_arguments
+from mmfsdp.errors import ConfigError
+from mmfsdp.runtime.fsdp1.flat_params import watch_flat_units
+from mmfsdp.runtime.ranks.stalled_ranks import Judge, Whereabouts
+from mmfsdp.runtime.sharded_model import find_sharded_model
+from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe, unsubscribe
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
+
+__all__ = ["watch_ranks"]
+
+_PATIENCE = 5.0  # seconds in which the error of a collective may end this process, once another one is gone
+_EXIT_CODE = 75
+_SILENT = " It answers to nothing: it is stopped, or its host is cut off."
+_SLOW_PARTS = tuple(os.path.join("torch", part, "") for part in ("_dynamo", "_inductor", "_functorch"))
+_SLOW_PARTS += (os.path.join("mmfsdp", "saving", ""), os.path.join("torch", "distributed", "checkpoint", ""))
+_log = logging.getLogger("mmfsdp.runtime")
+
+
+class watch_ranks:  # noqa: N801 - a context, as a function is
+    """Watches all ranks of a model while they train. Entering it is collective: every rank of the model's mesh.
+
+    If a rank holds up the others for ``stall_seconds``, every rank that still runs prints which one it is, its host,
+    step, shard unit or collective and stack, and its own stacks, and ends with exit code 75, so that the launcher
+    restarts the job. A rank that is only slow is named in the log of ``mmfsdp.runtime``. If a process ends without
+    leaving the block, the others end at once, even if their collectives do not notice it.
+
+    A rank holds up others if it is less far than they are, and neither compiles, saves nor loads. While all are equally
+    far, as in an evaluation by one rank that the others wait for, nothing is a stall.
+
+    Args:
+        model: A sharded model.
+        stall_seconds: Choose less than the timeout of the process group, and more than a healthy rank may wait for
+            another one in a step.
+
+    Raises:
+        ConfigError: ``stall_seconds`` is not a positive number.
+        LostRankError: The ranks cannot connect to the first one.
+        RankMismatchError: Ranks gave different settings.
+    """
+
+    def __init__(self, model: nn.Module, stall_seconds: float) -> None:
+        if isinstance(stall_seconds, bool) or not 0 < stall_seconds < float("inf"):
+            raise ConfigError(f"stall_seconds={stall_seconds!r} is not a positive number of seconds.")
+        self._model, self._limit = find_sharded_model(model), float(stall_seconds)
+
+    def __enter__(self) -> Self:
+        self._scope = new_scope(self._model.mesh)
+        check_same_arguments(self._scope, "watch_ranks()", {"stall_seconds": self._limit})
+        self._main = threading.get_ident()
+        self._points = _Points()
+        self._groups = self._model.groups
+        subscribe(self._points, self._groups)
+        self._leave_flat = watch_flat_units(self._model.module, self._points.gathering, self._points.reducing)
+        self._hook = register_optimizer_step_post_hook(self._points.stepped)
+        self._pulse = Pulse(self._scope)
+        self._left = threading.Event()
+        self._moved = 0, monotonic()
+        thread = threading.Thread(target=self._watch, name="mmfsdp watch", daemon=True)
+        thread.start()
+        self._thread = thread
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+        if kind is None or issubclass(kind, SystemExit):
+            self._pulse.send("left")
+        self._pulse.close()
+        self._hook.remove()
+        unsubscribe(self._points, self._groups)
+        self._leave_flat()
+
+    def _watch(self) -> None:
+        pause = min(1.0, self._limit / 5)
+        judge = Judge(self._scope.size, self._limit, monotonic())
+        left, gone = set[int](), dict[int, float]()
+        while not self._left.is_set():
+            own = self._whereabouts()
+            judge.hear(self._scope.place, own, monotonic())
+            self._pulse.send([own.as_json(), None])
+            for place, told in self._pulse.receive(pause):
+                if told == "left":
+                    left.add(place)
+                elif told == GONE:
+                    gone.setdefault(place, monotonic())
+                else:
+                    state, verdict = told
+                    judge.hear(place, Whereabouts(**state), monotonic())
+                    if verdict:
+                        self._tell(*verdict)
+            for place, since in gone.items():
+                if place not in left and monotonic() - since > _PATIENCE:
+                    self._send_verdict("end", f"{judge.describe(place)} It has ended, or failed.")
+            if gone or left:
+                continue
+            if self._scope.is_first:
+                self._judge(judge)
+            elif judge.is_silent(0, monotonic(), self._limit):
+                self._end(judge.describe(0) + _SILENT)
+
+    def _judge(self, judge: Judge) -> None:
+        now = monotonic()
+        if stalled := judge.stalled(now):
+            lines = []
+            for rank in stalled:
+                known = judge.whereabouts(rank)
+                lines.append(judge.describe(rank) + (_SILENT if judge.is_silent(rank, now, self._limit / 2) else ""))
+                lines += [known.stack] if known is not None and known.stack else []
+            self._send_verdict("end", f"All ranks have waited {self._limit:g} s for:\n" + "\n".join(lines))
+        elif (slow := judge.slow()) is not None:
+            self._send_verdict("log", f"Most of the time all ranks wait for rank {slow}. {judge.describe(slow)}")
+
+    def _send_verdict(self, kind: str, text: str) -> None:
+        if self._scope.is_first:
+            self._pulse.send([self._whereabouts().as_json(), [kind, text]])
+        self._tell(kind, text)
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind == "log":
+            _log.warning("%s", text)
+        else:
+            self._end(text)
+
+    def _end(self, text: str) -> None:
+        """Print the reason and this process's stacks, and end it. Its main thread may be waiting and never return."""
+        me = f"rank {self._scope.place} on host {host_of()!r}"
+        os.write(2, f"mmfsdp: {me} ends with exit code {_EXIT_CODE}. {text}\nStacks of {me}:\n".encode())
+        faulthandler.dump_traceback(2)
+        os._exit(_EXIT_CODE)
+
+    def _whereabouts(self) -> Whereabouts:
+        progress, step, doing = self._points.progress, self._points.step, self._points.doing
+        if progress != self._moved[0]:
+            self._moved = progress, monotonic()
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame, limit=40) if frame is not None else traceback.StackSummary()
+        busy = any(part in line.filename for line in stack for part in _SLOW_PARTS)
+        long = monotonic() - self._moved[1] > self._limit / 2
+        return Whereabouts(host_of(), progress, step, doing, busy, "".join(stack.format())[-8000:] if long else "")
+
+
+class _Points(Subscriber):
+    """Counts the points that a rank passes, and knows what it does."""
+
+    turn = Turn.MEASURING
+
+    def __init__(self) -> None:
+        self.progress = self.step = 0
+        self.doing = "before the first shard unit"
+
+    def stepped(self, *_: Any) -> None:
+        self.step += 1
+        self._pass("between an optimizer step and the next shard unit")
+
+    def before_gather(self, group: Group) -> None:
+        self._pass(f"gathering the shard unit {name_of(group)!r}")
+
+    def gathered(self, group: Group) -> None:
+        self._pass(f"computing the shard unit {name_of(group)!r}")
+
+    def before_reduce(self, group: Group) -> None:
+        self.reducing(name_of(group))
+
+    def reduced(self, group: Group) -> None:
+        self._pass(f"computing before the shard unit {name_of(group)!r}")
+
+    def gathering(self, unit: str, gather: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what gathers a flat parameter, with the points before and after it."""
+        name = unit or "(root)"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._pass(f"gathering the shard unit {name!r}")
+            result = gather(*args, **kwargs)
+            self._pass(f"computing the shard unit {name!r}")
+            return result
+
+        return run
+
+    def reducing(self, unit: str) -> None:
+        self._pass(f"reducing the gradients of the shard unit {unit or '(root)'!r}")
+
+    def _pass(self, doing: str) -> None:
+        self.progress += 1
+        self.doing = doing

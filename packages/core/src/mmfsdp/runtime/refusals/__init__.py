@@ -1,0 +1,1 @@
+"""Refusals of what would silently train nothing, or train incorrectly."""

@@ -1,0 +1,164 @@
+"""Writes the checkpoints of a run into its directory, and resumes from the newest one that can be loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import on_all_ranks
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.saving.directory.held import HeldRun
+from mmfsdp.saving.loop.run_state import RunState
+from mmfsdp.saving.loop.settings import ManagerSettings
+from mmfsdp.saving.nodes.tier import NodeTier
+from mmfsdp.saving.reading.load import load_with_rest
+from mmfsdp.saving.writing.background import PendingSave
+from mmfsdp.saving.writing.save import save_checkpoint
+from mmfsdp.state.model import load_model_state_dict, model_state_dict
+from mmfsdp.state.optimizers.plain import optim_state_dict, prepare_optim_load
+
+__all__ = ["ManagedRun"]
+
+_log = logging.getLogger("mmfsdp.saving")
+
+
+@dataclass
+class ManagedRun:
+    """All that is saved of a run, and where. Each method is collective."""
+
+    settings: ManagerSettings
+    """How to save, and what to keep."""
+    scope: Scope
+    """The ranks."""
+    model: nn.Module
+    """A sharded model."""
+    optimizer: Optimizer | None
+    """Its optimizer."""
+    state: RunState
+    """Everything else."""
+    files: HeldRun
+    """The directory of the checkpoints."""
+    fast: NodeTier | None = None
+    """The directories on the nodes' own disks."""
+    safe_globals: Sequence[Any] = ()
+    """Classes that states may hold besides plain data."""
+
+    def prepare(self, step: int, metric: float | torch.Tensor | None) -> Callable[[], PendingSave]:
+        """Collect what a checkpoint of this step holds; the result, called on all ranks, begins to write it.
+
+        Raises:
+            UnsafePickleError: At the first save: some state holds an object that could not be loaded.
+        """
+        value = None if metric is None else float(metric)
+        kind, blocking = self.settings.kind, not self.settings.background
+        path = self.files.path / (f"step_{step}.pth" if kind == "full" else f"step_{step}")
+        extra = self.state.content(step, self.scope, whole=kind == "full" and blocking)
+
+        def begin() -> PendingSave:
+            self.files.announce(step, value, path)
+            return save_checkpoint(path, self.model, self.optimizer, kind=kind, extra=extra, blocking=blocking)
+
+        return begin
+
+    def write_fast(self, step: int) -> PendingSave:
+        """Begin a save to the nodes' own disks."""
+        assert self.fast is not None
+        content = {
+            "state_dict": model_state_dict(self.model, "sharded"),
+            **self.state.content(step, self.scope, whole=False),
+        }
+        if self.optimizer is not None:
+            content["optimizer"] = optim_state_dict(self.model, self.optimizer, "sharded", param_names=True)
+        return self.fast.save(step, content)
+
+    def retain(self) -> None:
+        """Remove the checkpoints that need not be kept."""
+        self.files.retain(self.settings.retention)
+
+    def resume_newest(self) -> tuple[int, bool] | None:
+        """Load the newest checkpoint that is complete and undamaged.
+
+        Returns:
+            The number of steps that it has done, and whether it is in the directory of the run, not on the nodes' own
+            disks; ``None`` if there is none.
+
+        Raises:
+            IncompleteCheckpointError: There are checkpoints in the directory, and none of them can be loaded.
+            RunDirectoryError: See `mmfsdp.CheckpointManager.resume`. As the next one, raised before anything is loaded.
+            StateDictError: Names or shapes do not fit the model or optimizer.
+        """
+        found = self.files.complete()
+        fast = self._resume_fast(found[0][0] if found else 0)
+        if fast is not None:
+            return fast, False
+        for step, path in found:
+            try:
+                rest, _, source = load_with_rest(
+                    path,
+                    self.model,
+                    self.optimizer,
+                    safe_globals=self.safe_globals,
+                    lazy=("run", "averaged"),
+                    prepare=partial(self.state.examined, ranks=self.scope.size, step=step),
+                )
+                self.state.restore(rest, self.scope)
+                on_all_ranks(source.check_unchanged, self.scope)
+            except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+                self._tell(logging.WARNING, "Skipped the checkpoint %r, which is damaged: %s", str(path), error)
+                continue
+            self.files.resumed(step, path)
+            self._tell(logging.INFO, "Resumed from %r, which has done %d steps.", str(path), step)
+            return step, True
+        if self.files.num_unread:
+            raise IncompleteCheckpointError(
+                f"None of the {self.files.num_unread} checkpoints in the directory can be loaded; the log names what "
+                "is wrong with each. Restore one of them, or start again in another directory.",
+                file=str(self.files.path),
+            )
+        return None
+
+    def _resume_fast(self, least: int) -> int | None:
+        """Resume from the disks of the nodes, if what they have together is newer than a step."""
+        if self.fast is None:
+            return None
+        try:
+            step = self.fast.newest()
+            if step is None or step <= least:
+                return None
+            content = self.fast.read(
+                self.model,
+                self.safe_globals,
+                rows="run/",
+                change=partial(self.state.examined, ranks=self.scope.size, step=step),
+            )
+            finish = None
+            if self.optimizer is not None:
+                finish = prepare_optim_load(self.model, self.optimizer, content["optimizer"])
+            load_model_state_dict(self.model, content["state_dict"])
+            if finish is not None:
+                finish()
+            self.state.restore(content, self.scope)
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            self._tell(logging.WARNING, "Skipped what the nodes have on their own disks: %s", error)
+            return None
+        self.files.resumed(step, self.files.path)
+        self._tell(logging.INFO, "Resumed from the nodes' own disks, which have done %d steps.", step)
+        return step
+
+    def _tell(self, level: int, text: str, *values: Any) -> None:
+        if self.scope.is_first:
+            _log.log(level, text, *values)
+
+    def close(self) -> None:
+        """Let other jobs use the directories. Not collective."""
+        self.files.close()
+        if self.fast is not None:
+            self.fast.close()

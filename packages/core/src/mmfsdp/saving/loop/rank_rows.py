@@ -1,0 +1,60 @@
+"""Keeps some bytes of every rank in one tensor, of which each rank writes and reads its own row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mmfsdp.collective.scopes import Scope
+from mmfsdp.collective.steps import gather_to_first
+from mmfsdp.runtime.dtensors import Box
+from mmfsdp.saving.writing.skeletons import bytes_of
+from mmfsdp.state.lazy_tensors import LazyTensor
+
+__all__ = ["own_row", "row_box", "rows_of_ranks"]
+
+_HEAD = 8  # bytes of a row that say how many follow
+
+
+def rows_of_ranks(own: bytes, mesh: DeviceMesh, scope: Scope, *, whole: bool) -> torch.Tensor:
+    """Return the bytes of all ranks as one uint8 tensor of shape (ranks, bytes of the longest). Collective: every rank.
+
+    Args:
+        own: This rank's bytes.
+        mesh: The ranks.
+        scope: The same ranks, to exchange messages.
+        whole: Return the whole tensor on the first rank, and no rows on the others; otherwise a DTensor.
+    """
+    data = len(own).to_bytes(_HEAD, "little") + own
+    length = -scope.channel.lowest([-len(data)])[0]
+    row = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).unsqueeze(0)
+    if whole:
+        rows = gather_to_first(scope, row)
+        return row[:0] if rows is None else torch.cat(rows)
+    return DTensor.from_local(
+        row.to(mesh.device_type),
+        mesh,
+        [Shard(0)] * mesh.ndim,
+        run_check=False,
+        shape=torch.Size((scope.size, length)),
+        stride=(length, 1),
+    )
+
+
+def row_box(rows: Any, place: int) -> Box:
+    """Return the box of a rank's row in what `rows_of_ranks` saved."""
+    return Box((place, 0), (1, rows.shape[1]))
+
+
+def own_row(rows: LazyTensor | DTensor, place: int) -> bytes:
+    """Return the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
+
+    Raises:
+        CorruptCheckpointError: The data is damaged.
+    """
+    row = rows.to_local().cpu() if isinstance(rows, DTensor) else rows.read(row_box(rows, place))
+    data = bytes_of(row)
+    return bytes(data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")])

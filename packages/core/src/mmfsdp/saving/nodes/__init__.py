@@ -1,0 +1,1 @@
+"""Checkpoints on the nodes' own disks, with a copy of each rank's file on another node."""

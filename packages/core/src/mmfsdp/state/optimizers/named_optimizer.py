@@ -1,0 +1,153 @@
+"""Converts optimizer state between its forms: by position, by parameter name, and flattened.
+
+`mmfsdp.basics.optimizer_forms` describes the forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
+from mmfsdp.basics.text import name_list
+from mmfsdp.errors import StateDictError, closest
+from mmfsdp.state.optimizers.grouping import check_grouping
+
+__all__ = ["REBUILD", "by_name", "by_place", "renamed", "with_names"]
+
+REBUILD = "Build the optimizer as it was built when the state was saved."
+"""Advice for a state that does not fit an optimizer."""
+
+
+def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by position as state by name.
+
+    Args:
+        state_dict: State by position. Not changed.
+        groups: The names in each param group, in the order of the positions.
+    """
+    names: dict[Any, str] = {}
+    named_groups = []
+    for group, own in zip(state_dict[GROUPS], groups, strict=True):
+        names |= dict(zip(group["params"], own, strict=True))
+        settings = {key: value for key, value in group.items() if key != NAMES}
+        named_groups.append({**settings, "params": list(own)})
+    return {STATE: {names[place]: value for place, value in state_dict[STATE].items()}, GROUPS: named_groups}
+
+
+def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by position whose groups also hold the names, under ``'param_names'`` as in torch.
+
+    Args:
+        state_dict: State by position. Not changed.
+        groups: The names in each param group, in the order of the positions.
+    """
+    named = [{**group, NAMES: list(own)} for group, own in zip(state_dict[GROUPS], groups, strict=True)]
+    return {**state_dict, GROUPS: named}
+
+
+def by_place(
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return state of any form as state by position.
+
+    Args:
+        state_dict: State of any form. Not changed.
+        groups: The names in each of the optimizer's param groups.
+        settings: The optimizer's param groups; a setting that the state lacks keeps its value here.
+
+    Raises:
+        StateDictError: The state has no known form, is for other parameters, has contradictory settings in a group, or
+            divides parameters otherwise than an optimizer that sees whole matrices.
+    """
+    state_dict = unflattened(state_dict)
+    for key in (GROUPS, STATE):
+        if key not in state_dict:
+            raise StateDictError(f"An optimizer's state needs 'state' and 'param_groups'; {key!r} is missing.")
+    stored = state_dict[GROUPS]
+    if not isinstance(stored, Sequence) or not all(
+        isinstance(group, Mapping) and "params" in group for group in stored
+    ):
+        raise StateDictError("'param_groups' of an optimizer's state must be a list of dicts, each with 'params'.")
+    check_grouping(stored, groups, settings)
+    if not any(isinstance(name, str) for group in stored for name in group["params"]):
+        placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
+        named = [group.get(NAMES) for group in stored]
+        if named == [*map(list, groups)] or not _same_sizes(named, groups):
+            known = {name for group in settings for name in group}
+            return {**placed_state, GROUPS: [_without_unknown_names(group, known) for group in stored]}
+        state_dict = by_name(placed_state, named)  # the same parameters in another order
+        stored = state_dict[GROUPS]
+    said: dict[str, Mapping[str, Any]] = {}
+    for group in stored:
+        for name in group["params"]:
+            if name in said:
+                raise StateDictError(f"The state has {name!r} in two param groups.", fqn=name)
+            said[name] = group
+    own = [name for group in groups for name in group]
+    _check_names(own, {**said, **state_dict[STATE]})
+    _check_names(own, said)
+    placed: dict[str, int] = {}
+    result = []
+    for group, names in zip(settings, groups, strict=True):
+        first = {**group, **(said[names[0]] if names else {})}
+        for name in names:
+            placed[name] = len(placed)
+            _check_same(said[name], said[names[0]], name, names[0])
+        result.append({**first, "params": [placed[name] for name in names]})
+    return {
+        **{key: value for key, value in state_dict.items() if key not in (STATE, GROUPS)},
+        STATE: {placed[name]: entries for name, entries in state_dict[STATE].items()},
+        GROUPS: result,
+    }
+
+
+def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a state of any form with a prefix removed from the names that have it."""
+
+    def short(name: Any) -> Any:
+        return name.removeprefix(prefix) if isinstance(name, str) else name
+
+    result = {**unflattened(state_dict)}
+    if STATE in result:
+        result[STATE] = {short(name): entries for name, entries in result[STATE].items()}
+    if GROUPS in result:
+        result[GROUPS] = [{**group, "params": [*map(short, group["params"])]} for group in result[GROUPS]]
+    return result
+
+
+def _same_sizes(named: Sequence[Any], groups: Sequence[Sequence[str]]) -> bool:
+    """Return whether groups hold the names of the optimizer's parameters, and as many in each group."""
+    if not all(isinstance(own, list) for own in named):
+        return False
+    sizes = [len(own) for own in named] == [len(own) for own in groups]
+    return sizes and {name for own in named for name in own} == {name for own in groups for name in own}
+
+
+def _without_unknown_names(stored: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    # Otherwise an optimizer that was built without names would get them.
+    return {key: value for key, value in stored.items() if key != NAMES or NAMES in known}
+
+
+def _check_names(own: Sequence[str], said: Mapping[str, Any]) -> None:
+    known = set(own)
+    unexpected, missing = [name for name in said if name not in known], [name for name in own if name not in said]
+    for names, text in (
+        (unexpected, "The state holds {}, which the optimizer does not have."),
+        (missing, "The optimizer has {}, which the state does not hold."),
+    ):
+        if names:
+            hint = closest(names[0], missing if names is unexpected else unexpected, count=1)
+            raise StateDictError(f"{text.format(name_list(names, 1))}{hint} {REBUILD}", fqn=names[0])
+
+
+def _check_same(one: Mapping[str, Any], other: Mapping[str, Any], name: str, first: str) -> None:
+    if one is other:
+        return
+    for key in sorted({*one, *other} - {"params", "param_names"}):
+        if one.get(key) != other.get(key):
+            raise StateDictError(
+                f"{first!r} and {name!r} are in one param group of the optimizer, but the state has {key}="
+                f"{other.get(key)!r} for the first and {one.get(key)!r} for the second. {REBUILD}",
+                fqn=name,
+            )
