@@ -151,3 +151,28 @@ class TestSyncBatchNorm:
     def test_mmcv_that_is_not_there(self) -> None:
         with pytest.raises(ConfigError, match="sync_bn='mmcv' needs mmcv, which cannot be imported"):
             synchronise_batch_norm(ToyModel(batch_norm=True), "mmcv", "cuda", 2)
+
+
+def buffers_resumed(rank: int, folder: Path, engine: str, kind: str) -> list[list[float]]:
+    """Train at once, and again in two runs; return the statistics of this rank at both ends."""
+    found = []
+    for name, stops in (("whole", [4]), ("resumed", [2, 4])):
+        for stop in stops:
+            changes = {
+                "model": BATCH_NORM,
+                "strategy": strategy(kind, engine=engine),
+                "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": stop},
+                "default_hooks": {"checkpoint": {"type": "CheckpointHook", "interval": 2, "by_epoch": False}},
+                "resume": True,
+            }
+            runner = runner_of(config(folder / name, 2, **changes))
+            runner.train()
+        found.append([value for buffer in runner.model.buffers() for value in buffer.flatten().tolist()])
+    return found
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("fsdp2", "sharded"), ("fsdp1", "local"), ("fsdp2", "full")])
+def test_statistics_of_each_rank_go_on_after_a_resume(engine: str, kind: str, tmp_path: Path) -> None:
+    (first, again), (second, after) = run_ranks(buffers_resumed, 2, tmp_path, engine, kind)
+    assert first != second, "ranks see other samples"
+    assert (again, after) == (first, second)

@@ -3,6 +3,8 @@ from mmfsdp.saving.directory.held import HeldDirectory as HeldDirectory
 from mmfsdp.saving.directory.store import Store as Store
 from mmfsdp.saving.directory.store import open_directory as open_directory
 from mmfsdp.saving.directory.store import open_store as open_store
+from mmfsdp.saving.loop.rank_buffers import buffers_of_ranks as buffers_of_ranks
+from mmfsdp.saving.loop.rank_buffers import load_buffers_of_ranks as load_buffers_of_ranks
 from mmfsdp.saving.loop.rank_rows import row_box as row_box
 from mmfsdp.saving.loop.save_loop import RunWriter as RunWriter
 from mmfsdp.saving.loop.save_loop import SaveLoop as SaveLoop

@@ -15,7 +15,7 @@ from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import PendingSave, write_checkpoint
+from mmfsdp.saving import PendingSave, buffers_of_ranks, load_buffers_of_ranks, write_checkpoint
 from mmfsdp_mmengine.checkpoints.adapting import adapted
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.continuing import (
@@ -247,6 +247,9 @@ class CheckpointingStrategy(DDPStrategy):
                 ),
                 "optimizers": optimizer_classes(self.optim_wrapper),
             }
+            scope = scope_of(find_sharded_model(self.model).mesh)
+            if (buffers := buffers_of_ranks(self.model, scope, whole=self._kind == "full")) is not None:
+                content["progress"]["buffers"] = buffers
         if save_param_scheduler and hasattr(self, "param_schedulers"):
             content["param_schedulers"] = self.scheduler_state_dict()
             if "progress" in content:
@@ -326,6 +329,15 @@ class CheckpointingStrategy(DDPStrategy):
             return
         self._validates = bool(progress.get("validates"))
         mine = own_random_state(self.model, progress)
+        scope, buffers = scope_of(find_sharded_model(self.model).mesh), progress.pop("buffers", None)
+        if buffers is not None and buffers.shape[0] == scope.size:
+            load_buffers_of_ranks(self.model, buffers, scope)
+        elif buffers is not None:
+            self.logger.warning(
+                f"Buffers, such as running statistics, differed between the {buffers.shape[0]} ranks that saved the "
+                f"checkpoint. On {scope.size} ranks all begin with those of the first; broadcast_buffers=True keeps "
+                "them equal."
+            )
         self._resumed = Resumed(progress, self.seed, mine)
         if mine is None:
             self.logger.info(

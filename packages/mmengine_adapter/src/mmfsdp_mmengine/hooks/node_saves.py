@@ -18,7 +18,7 @@ from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 
 __all__ = ["NodeSaves"]
 
-_ROWS = "progress/random_states"
+_ROWS = "progress/"
 
 
 class NodeSaves:
@@ -60,12 +60,12 @@ class NodeSaves:
         return True
 
     def _with_own_row(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return content whose random states are all this rank's own: those of others may lie on other nodes."""
-        rows = content["progress"]["random_states"]
-        if rows.shape[0] != self._mesh.size():
-            return content
-        own = rows.read(row_box(rows, place_in(self._mesh))).expand(rows.shape[0], -1)
-        return {**content, "progress": {**content["progress"], "random_states": own}}
+        """Return content whose rows of ranks are all this rank's own: those of others may lie on other nodes."""
+        progress, ranks = dict(content["progress"]), self._mesh.size()
+        for name in ("random_states", "buffers"):
+            if (rows := progress.get(name)) is not None and rows.shape[0] == ranks:
+                progress[name] = rows.read(row_box(rows, place_in(self._mesh))).expand(ranks, -1)
+        return {**content, "progress": progress}
 
     def save(self, done: int, write: Callable[[], None]) -> PendingSave:
         """Save in the background.

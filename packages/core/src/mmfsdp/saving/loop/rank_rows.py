@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_to_first
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.writing.skeletons import bytes_of
 from mmfsdp.state.lazy_tensors import LazyTensor
 
-__all__ = ["own_row", "row_box", "rows_of_ranks"]
+__all__ = ["digest_of", "own_row", "row_box", "rows_of_ranks"]
 
 _HEAD = 8  # bytes of a row that say how many follow
 
@@ -49,12 +51,31 @@ def row_box(rows: Any, place: int) -> Box:
     return Box((place, 0), (1, rows.shape[1]))
 
 
-def own_row(rows: LazyTensor | DTensor, place: int) -> bytes:
+def own_row(rows: LazyTensor | torch.Tensor, place: int) -> bytes:
     """Return the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
 
     Raises:
         CorruptCheckpointError: The data is damaged.
     """
-    row = rows.to_local().cpu() if isinstance(rows, DTensor) else rows.read(row_box(rows, place))
+    if isinstance(rows, DTensor):
+        row = rows.to_local().cpu()
+    elif isinstance(rows, torch.Tensor):
+        row = rows[place : place + 1].cpu().contiguous()
+    else:
+        row = rows.read(row_box(rows, place))
     data = bytes_of(row)
     return bytes(data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")])
+
+
+def digest_of(state: Any) -> str:
+    """Return a text that is equal for equal states of nested tensors and values, and differs for others."""
+
+    def described(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            data = bytes_of(leaf.detach().cpu().contiguous())
+            return leaf.dtype, tuple(leaf.shape), hashlib.sha256(data).hexdigest()
+        if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
+            return str(leaf.dtype), leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest()
+        return repr(leaf)
+
+    return repr(map_leaves(state, described))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +15,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import all_equal, on_all_ranks
 from mmfsdp.errors import ConfigError, FormatError, RunDirectoryError, StateDictError
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.loop.random_states import random_state, restore_random_state
-from mmfsdp.saving.loop.rank_buffers import persistent_buffers, restore_buffers
-from mmfsdp.saving.loop.rank_rows import own_row, row_box, rows_of_ranks
+from mmfsdp.saving.loop.rank_buffers import buffers_of_ranks, restore_buffers
+from mmfsdp.saving.loop.rank_rows import digest_of, own_row, row_box, rows_of_ranks
 from mmfsdp.saving.reading.content import restricted_load
 from mmfsdp.saving.reading.contents import read_now
-from mmfsdp.saving.writing.skeletons import bytes_of
 from mmfsdp.state.lazy_tensors import locate
 from mmfsdp.state.model import load_model_state_dict, model_state_dict
 from mmfsdp.state.report import compare_shapes
@@ -91,7 +88,7 @@ class RunState:
         by_rank = {
             name: own.pop(name)
             for name in list(own)
-            if not all_equal(scope, _digest(own[name])) or _is_of_rank(self.own[name])
+            if not all_equal(scope, digest_of(own[name])) or _is_of_rank(self.own[name])
         }
         if not self._checked:
             on_all_ranks(lambda: _check_loadable({**shared, **own, **by_rank}, self.safe_globals), scope)
@@ -112,9 +109,8 @@ class RunState:
             "by_rank": {name: rows(_saved(state)) for name, state in by_rank.items()},
             "random": rows(random_state(self.mesh.device_type)),
         }
-        buffers = {} if self.model is None or scope.size == 1 else persistent_buffers(self.model)
-        if buffers and not all_equal(scope, _digest(buffers)):
-            run["buffers"] = rows(_saved({name: buffer.cpu() for name, buffer in buffers.items()}))
+        if self.model is not None and (buffers := buffers_of_ranks(self.model, scope, whole=whole)) is not None:
+            run["buffers"] = buffers
         if self.averaged is None:
             return {"run": run}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
@@ -217,7 +213,7 @@ class RunState:
             if on_as_many:
                 restore_random_state(own_row(run["random"], scope.place), self.mesh.device_type)
                 if self.model is not None and buffers is not None:
-                    restore_buffers(self.model, _loaded(own_row(buffers, scope.place), "buffers", self.safe_globals))
+                    restore_buffers(self.model, own_row(buffers, scope.place))
             elif scope.is_first:
                 if buffers is not None:
                     _log.warning(
@@ -249,18 +245,6 @@ def _is_of_rank(item: Stateful) -> bool:
     Whatever can be iterated over is a source of data, and counts the samples of its own rank unless it says otherwise.
     """
     return hasattr(item, "__iter__") and not getattr(item, "is_elastic", False)
-
-
-def _digest(state: Any) -> str:
-    def described(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            data = bytes_of(leaf.detach().cpu().contiguous())
-            return leaf.dtype, tuple(leaf.shape), hashlib.sha256(data).hexdigest()
-        if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
-            return str(leaf.dtype), leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest()
-        return repr(leaf)
-
-    return repr(map_leaves(state, described))
 
 
 def _check_loadable(states: Mapping[str, Any], safe_globals: Iterable[Any]) -> None:
