@@ -210,7 +210,6 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         found = named_optimizer.by_place(state_dict, groups, settings)
         check_same_class(unflattened(state_dict)[GROUPS], optimizer)
-        check_same_moments(found["state"].values(), optimizer)
         _check(found, groups, shapes)
         return found
 
@@ -221,6 +220,7 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
         for name, value in entries.items()
     }
     check_alike(kinds, "the optimizer's state", state.scope)
+    check_same_moments(fitting["state"].values(), optimizer)  # by now the same on all ranks
     settings = [leaf for _, leaf in nested_values("", fitting["param_groups"]) if isinstance(leaf, LazyTensor)]
     locate([*engine.boxes(fitting), *((value, whole_box(value)) for value in settings)], state.scope)
 
