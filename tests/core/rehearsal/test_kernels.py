@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmfsdp.basics.torch_version import installed_release
 from mmfsdp.rehearsal import measure, rehearse
 from mmfsdp.rehearsal.measured.measuring import cpu_peak
 from mmfsdp.rehearsal.recording.kernels.convolutions import convolution_bytes
@@ -256,6 +257,13 @@ def test_a_layer_of_an_lstm(shape: tuple[int, int, int], hidden: int, dtype: tor
     assert expected == pytest.approx(real, abs=0.1 * workspace)
 
 
+def assert_forecast(expected: int, real: int, *, rel: float) -> None:
+    """Bytes are forecast for torch 2.13 and newer; the oneDNN of older releases takes less in some of these kernels."""
+    assert real <= expected * (1 + rel)
+    if installed_release() >= (2, 13):
+        assert expected == pytest.approx(real, rel=rel)
+
+
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies another way")
 @pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("shape", [(256, 128, 512), (512, 384, 96)])
@@ -268,7 +276,7 @@ def test_a_product_in_16_bits(shape: tuple[int, int, int], is_turned: bool) -> N
         expected, real = extra_of("mm", one, torch.rand(depth, columns).bfloat16())
     finally:
         torch.set_num_threads(threads)
-    assert expected == pytest.approx(real, rel=0.15)
+    assert_forecast(expected, real, rel=0.15)
 
 
 @pytest.mark.skipif(not IN_BLOCKS_OF_16, reason="measured on processors with AVX-512")
@@ -283,7 +291,7 @@ def test_a_transposed_convolution(
     options = [stride] * 2, [stride // 2] * 2, [1, 1], True, [0, 0], 1
     made = torch.ops.aten.convolution(inputs, kernel, None, *options)
     expected, real = extra_of("convolution", inputs, kernel, None, *options)
-    assert expected + made.nbytes == pytest.approx(real + made.nbytes, rel=0.05)
+    assert_forecast(expected + made.nbytes, real + made.nbytes, rel=0.05)
     args = made, inputs, kernel, None, *options, [True, True, False]
     expected, real = extra_of("convolution_backward", *args)
-    assert expected == pytest.approx(real, rel=0.05)
+    assert_forecast(expected, real, rel=0.05)
