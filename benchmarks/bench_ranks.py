@@ -22,7 +22,9 @@ from benchmarks.measuring import sized
 from benchmarks.simulated import Work, counted_reads, run_threads
 from mmfsdp.basics.boxes import EvenBoxes, sharded_box
 from mmfsdp.checkpoint import convert
-from mmfsdp.checkpoint.formats.dcp.index import FILE, Named, Rules, index_bytes
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.dcp.index import FILE
+from mmfsdp.checkpoint.formats.dcp.writer import Items, plan_metadata, plan_rank
 from mmfsdp.checkpoint.manifest import FileEntry, write_manifest
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
@@ -30,9 +32,9 @@ from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.reading.contents import open_shared, open_weights
 from mmfsdp.saving.reading.source import Source, lazy_tensors
 from mmfsdp.saving.writing.archives import write_archive
+from mmfsdp.saving.writing.memory import entry_in_memory
+from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave
-from mmfsdp.saving.writing.skeletons import bytes_of, skeleton_of_tensor
-from mmfsdp.saving.writing.summed_files import summed_file
 from mmfsdp.state.lazy_tensors import LazyTensor, locate
 
 __all__ = ["main"]
@@ -52,6 +54,7 @@ def main() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for size in RANKS:
         found: dict[str, Any] = {"plan": {"seconds": planning(size)}, "shard": {"seconds": sharding(size)}}
+        found["plan a sharded save"] = planning_files(size)
         with tempfile.TemporaryDirectory(prefix="mmfsdp-bench-") as folder:
             found["save"] = described(run_threads(lambda scope, f=folder: saving(scope, f), size))
             whole = Path(folder, "whole.pth")
@@ -76,7 +79,7 @@ def main() -> dict[str, Any]:
         for what, figures in found.items():
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             print(f"{size:5} ranks, {what}: {shown}", flush=True)
-    for what in [what for what in results[str(RANKS[0])] if what not in ("plan", "shard")]:
+    for what in [what for what in results[str(RANKS[0])] if what not in ("plan", "shard", "plan a sharded save")]:
         figures = ("reads", "messages", "sent bytes", "seconds")
         answers = what == "load pretrained" or what.startswith("resume")
         for figure in (*figures, *(f"first: {name}" for name in figures if answers)):
@@ -180,22 +183,38 @@ def write_local(path: Path, tensors: int, size: int, present: Sequence[int]) -> 
 def write_dcp(path: Path, tensors: int, size: int, present: Sequence[int]) -> None:
     """Write a DCP directory as `write_local` does; its ``.metadata``, which no rank needs, is empty."""
     names = [f"state_dict.layers.{number}.weight" for number in range(tensors)]
-    rule = EvenBoxes((size, 4), (size,), (0,), 0)
-    rules = Rules(size, {name: Named(tuple(name.split(".", 1)), "float32", rule) for name in names})
 
     def write(rank: int, to: Path) -> FileEntry:
-        items = []
-        with summed_file(to, direct=False) as file:
-            for name in names:
-                data, begin = bytes_of(torch.randn(1, 4)), file.end
-                skeleton_of_tensor(torch.float32, (1, 4)).write(file.append, lambda _, data=data: file.append(data))
-                items.append(((name, (rank, 0)), begin, file.end - begin))
-            file.append(index_bytes(SAVE, items, None if rank else rules))
-        return file.entry()
+        parts = {name: entry_in_memory(name, torch.randn(1, 4), (size, 4), ((rank, 0), (1, 4))) for name in names}
+        file = plan_rank(dcp_items(parts, size), rank, SAVE)
+        assert file is not None
+        return write_file(to, file, direct=False)
 
     path.mkdir()
     path.joinpath(".metadata").touch()
     write_files(path, FILE, size, present, write)
+
+
+def dcp_items(parts: Mapping[str, TensorEntry], size: int) -> Items:
+    """Return what a DCP directory of as many ranks holds: tensors whose rows they divide."""
+    tensors = {name: (entry, EvenBoxes(entry.shape, (size,), (0,), 0)) for name, entry in parts.items()}
+    return Items({name: tuple(name.split(".", 1)) for name in parts}, tensors, {}, size)
+
+
+def planning_files(size: int) -> dict[str, float]:
+    """Seconds to plan the DCP file of the last rank and, on the first, ``.metadata``; of a thousand tensors."""
+    names = [f"state_dict.layers.{number}.weight" for number in range(RESUMED[-1])]
+    rows = torch.zeros(1, 4)
+    found = {}
+    for what, rank in (("seconds", size - 1), ("first: seconds", 0)):
+        parts = {name: entry_in_memory(name, rows, (size, 4), ((rank, 0), (1, 4))) for name in names}
+        items = dcp_items(parts, size)
+        began = time.perf_counter()
+        plan_rank(items, rank, SAVE)
+        if rank == 0:
+            plan_metadata(items)
+        found[what] = time.perf_counter() - began
+    return found
 
 
 def write_files(

@@ -150,7 +150,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
         assert "cannot pickle" in texts[1]
         assert "cannot pickle" in texts[3]
         assert "cannot pickle" in texts[5]
-        assert "'full', 'local', 'sharded' or 'hf', got 'fulll'" in texts[6]
+        assert "'hf', 'safetensors_index' or 'gguf', got 'fulll'" in texts[6]
         assert texts[7].startswith("extra holds 'state_dict', which save_checkpoint() writes itself.")
         assert "Leave out '.pth', or pass kind='full'" in texts[8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pth", "local", "sharded"]

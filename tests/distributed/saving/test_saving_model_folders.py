@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,31 +66,28 @@ def by_columns(rank: int, folder: str) -> None:
     with torch.no_grad():
         model.weight.copy_(torch.arange(24.0).reshape(4, 6))
     model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+    from mmfsdp.checkpoint.formats.registry import find_format
     from mmfsdp.collective.scopes import scope_of
-    from mmfsdp.saving.writing.gathering import with_boxes, write_gathered
-    from mmfsdp.saving.writing.model_folder import ModelFolder, write_model_folder
+    from mmfsdp.saving.writing.model_files import ModelFiles, write_model_folder
     from mmfsdp.saving.writing.publishing import DirectorySave
+    from mmfsdp.saving.writing.whole_files import write_whole
 
     scope = scope_of(mesh)
     target = Path(folder, "out")
-    chosen = ModelFolder.of(model.state_dict(), Path(folder, "like"), target, scope, overwrite=False)
+    like = Path(folder, "like")
+    chosen = ModelFiles.of(model.state_dict(), find_format("hf"), target, scope, like=like, overwrite=False)
     started = DirectorySave.begin(target, scope, overwrite=False)
     started.finish(lambda started: write_model_folder(started, chosen, scope), scope)
-    # In the background they are gathered before training goes on.
-    rows = with_boxes(chosen.weights, rows_only=True, is_first=scope.is_first)
-    started = DirectorySave.begin(Path(folder, "later"), scope, overwrite=False)
-    started.finish(lambda started: write_model_folder(started, replace(chosen, weights=rows), scope), scope)
     file = Path(folder, "whole.pth")
-    write_gathered({"a": [model.weight]}, scope.channel.group, scope, lambda write: write(file))
+    write_whole(file, {"a": [model.weight]}, scope, overwrite=False, direct=False)
     assert torch.load(file)["a"][0].equal(torch.arange(24.0).reshape(4, 6))
 
 
-def test_columns_are_gathered_tensor_by_tensor(tmp_path: Path) -> None:
+def test_columns_are_written_where_they_belong(tmp_path: Path) -> None:
     like(tmp_path / "like")
     run_ranks(by_columns, 2, str(tmp_path))
-    for name in ("out", "later"):
-        found = load_file(tmp_path / name / "model.safetensors")["weight"]
-        assert found.equal(torch.arange(24.0).reshape(4, 6))
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].equal(torch.arange(24.0).reshape(4, 6))
+    assert verify(tmp_path / "whole.pth").ok
 
 
 def save_in_background(rank: int, folder: str) -> None:
@@ -151,7 +147,7 @@ def test_errors_reach_every_rank_and_a_folder_keeps_its_files(tmp_path: Path) ->
             "holds no config.json",
             "does not fit the weights in",
             "Leave out the optimizer",
-            "applies only to kind='hf', not to kind='sharded'",
+            "applies only to kind='hf' and kind='gguf', not to kind='sharded'",
             "is a directory, and",
             "TargetExistsError: ",
             "saved",
@@ -194,6 +190,6 @@ def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
 def test_config_error_is_a_value_error() -> None:
     with (
         single_rank(),
-        pytest.raises(ConfigError, match="kind must be 'full', 'local', 'sharded' or 'hf', got 'hff'"),
+        pytest.raises(ConfigError, match="'safetensors_index' or 'gguf', got 'hff'"),
     ):
         mmfsdp.save_checkpoint("x", mmfsdp.shard(torch.nn.Linear(1, 1)), kind="hff")  # type: ignore[arg-type]

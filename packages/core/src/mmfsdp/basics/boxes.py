@@ -209,6 +209,25 @@ class EvenBoxes:
         found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
         return {held: self._writer(coordinates) for coordinates, held in found}
 
+    def held_by(self, rank: int) -> Bounds:
+        """Return the box that a rank holds, written by it or by another one."""
+        return sharded_box(self.shape, self.mesh, self.placements, self._coordinates(rank))
+
+    def is_written_by(self, rank: int) -> bool:
+        """Tell whether a rank writes the box that it holds."""
+        coordinates, replica = self._coordinates(rank), 0
+        for size, coordinate, dim in zip(self.mesh, coordinates, self.placements, strict=True):
+            if dim is None:
+                replica = replica * size + coordinate
+        return replica == self.replica
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        coordinates: list[int] = []
+        for size in reversed(self.mesh):
+            rank, coordinate = divmod(rank, size)
+            coordinates.insert(0, coordinate)
+        return tuple(coordinates)
+
     def _writer(self, coordinates: tuple[int | None, ...]) -> int:
         replica, place, full = self.replica, 0, []
         for size, coordinate in zip(reversed(self.mesh), reversed(coordinates), strict=True):

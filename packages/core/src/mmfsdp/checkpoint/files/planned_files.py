@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,12 +20,15 @@ from mmfsdp.checkpoint.files.disk import write_all
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
-from mmfsdp.checkpoint.manifest import FileEntry
+from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.files.journal import Journal
 
-__all__ = ["Progress", "StoppedError", "Tracker", "complete_file", "joined_crc", "write_files"]
+__all__ = ["Progress", "StoppedError", "Stretch", "Tracker", "complete_file", "joined_crc", "write_files"]
+
+Stretch = tuple[int, int, int]
+"""Offset in a file, length, and CRC-32 of bytes that were written."""
 
 
 _MOST_JOBS = 4  # more hardly help, because memory is the limit
@@ -152,19 +156,26 @@ def _copy(idle: SimpleQueue[_Worker], tracker: Tracker, journal: Journal | None,
         idle.put(worker)
 
 
-def complete_file(path: Path, file: PlannedFile, crcs: Sequence[int]) -> FileEntry:
+def complete_file(
+    path: Path, file: PlannedFile, crcs: Sequence[int], data: Iterable[Stretch] | None = None
+) -> FileEntry:
     """Write everything but the tensor data to a file, and return its size and CRC-32.
 
     Args:
         path: The file, which has its size and its tensor data.
         file: What was planned.
         crcs: The CRC-32 of each piece.
+        data: The data, in the order of the file, in stretches that lie within blocks: the result has their checksums,
+            too.
     """
-    written: list[_Stretch] = []
+    written: list[Stretch] = []
     with path.open("r+b", buffering=0) as opened:
         for offset, block in _adjoining(file.blocks(crcs)):
             write_all(opened.fileno(), block, offset)
-            written.append((offset, len(block), crc32(block)))
+            parts = [(offset, block)] if data is None else _within_blocks(offset, block)
+            written += [(at, len(part), crc32(part)) for at, part in parts]
+    if data is not None:
+        return _entry_with_blocks(heapq.merge(data, written), file.size)
     pieces = ((piece.at, piece.entry.nbytes, crc) for piece, crc in zip(file.pieces, crcs, strict=True))
     return FileEntry(file.size, joined_crc(heapq.merge(pieces, written), file.size))
 
@@ -183,10 +194,47 @@ def _adjoining(blocks: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
         yield begin, bytes(held)
 
 
-_Stretch = tuple[int, int, int]  # offset, length, CRC-32
+def _within_blocks(offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    begin = 0
+    while begin < len(data):
+        end = begin + BLOCK - (offset + begin) % BLOCK
+        yield offset + begin, data[begin:end]
+        begin = end
 
 
-def joined_crc(stretches: Iterable[_Stretch], size: int) -> int:
+def _entry_with_blocks(stretches: Iterable[Stretch], size: int) -> FileEntry:
+    """Return the entry of a file from its stretches, in order, none of which leaves its block; zeros lie between."""
+    count = -(-size // BLOCK)
+    blocks: list[int] = []
+    crc = position = 0
+
+    def pass_over(end: int) -> None:
+        nonlocal crc, position
+        while position < end:
+            stop = min(end, (position // BLOCK + 1) * BLOCK)
+            crc, position = crc32(bytes(stop - position), crc), stop
+            close()
+
+    def close() -> None:
+        nonlocal crc
+        if position % BLOCK == 0 or position == size:
+            blocks.append(crc)
+            crc = 0
+
+    for offset, length, own in stretches:
+        pass_over(offset)
+        if length:
+            crc, position = crc32_combine(crc, own, length) if position % BLOCK else own, position + length
+            close()
+    pass_over(size)
+    assert len(blocks) == count, f"{len(blocks)} blocks, expected {count}"
+    whole = 0
+    for index, block in enumerate(blocks):
+        whole = crc32_combine(whole, block, min(BLOCK, size - index * BLOCK))
+    return FileEntry(size, whole, array("I", blocks))
+
+
+def joined_crc(stretches: Iterable[Stretch], size: int) -> int:
     """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
     crc = position = 0
     for offset, length, own in stretches:

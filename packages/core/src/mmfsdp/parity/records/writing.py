@@ -22,7 +22,7 @@ from mmfsdp.parity.sketching.figures import BITS, FIRST
 from mmfsdp.parity.sketching.geometries import Geometry
 from mmfsdp.parity.sketching.heads import square_of
 from mmfsdp.parity.sketching.sketches import Sketches
-from mmfsdp.saving.writing.skeletons import bytes_of
+from mmfsdp.saving.writing.memory import bytes_of
 
 __all__ = ["Part", "Scaled", "Writer", "texts_of"]
 

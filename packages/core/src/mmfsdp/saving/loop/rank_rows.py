@@ -13,7 +13,7 @@ from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import gather_to_first
 from mmfsdp.runtime.dtensors import Box
-from mmfsdp.saving.writing.skeletons import bytes_of
+from mmfsdp.saving.writing.memory import bytes_of
 from mmfsdp.state.lazy_tensors import LazyTensor
 
 __all__ = ["digest_of", "own_row", "row_box", "rows_of_ranks"]

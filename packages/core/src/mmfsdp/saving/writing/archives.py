@@ -1,7 +1,9 @@
-"""Writes files as ``torch.save`` does, a rank's part or a whole checkpoint, and takes their checksums on the way."""
+"""Plans and writes files as ``torch.save`` does, of a rank's part or of all of a checkpoint."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,19 +11,78 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.serialization import location_tag
 
+from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import Archive, archive_of
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
-from mmfsdp.saving.writing.embedded_sums import embed_sums
+from mmfsdp.saving.writing.memory import entry_in_memory
+from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
 from mmfsdp.saving.writing.replica_shares import share_of
-from mmfsdp.saving.writing.skeletons import skeleton_of, stored_bytes
-from mmfsdp.saving.writing.summed_files import summed_file
 
-__all__ = ["write_archive", "write_own_part", "write_rank_file", "write_whole"]
+__all__ = ["plan_live", "write_archive", "write_own_part", "write_rank_file"]
+
+
+def plan_live(content: Any, others: Mapping[int, TensorEntry] | None = None) -> Archive:
+    """Plan an archive as ``torch.save`` would write it. Not collective.
+
+    torch decides how tensors are pickled, views of one storage and tensors of other classes included; only their
+    storages are taken out of the pickle, in the form that ``torch.load`` documents (torch/serialization.py).
+
+    Args:
+        content: What to save. Its tensors must not change until they are written.
+        others: What to write in place of some storages' own bytes, by the address of the storage: as many bytes.
+    """
+    pickler = _Pickler(others or {})
+    pickler.dump(content)
+    return archive_of(pickler.file.getvalue(), pickler.storages)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles with references to storages."""
+
+    def __init__(self, others: Mapping[int, TensorEntry]) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=2)  # torch.load(weights_only=True) reads no other
+        self._others = others
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._alive: list[torch.UntypedStorage] = []  # an address must not be used again
+        self.storages: dict[str, TensorEntry] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if isinstance(obj, torch.storage.TypedStorage):
+            # The public way to its bytes, untyped(), warns that the class will go; torch's own pickling uses it.
+            storage, dtype = obj._untyped_storage, obj.dtype
+            kind = getattr(torch, obj._pickle_storage_type())
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype, kind = obj, torch.uint8, torch.UntypedStorage
+        else:
+            return None
+        if storage.nbytes() and self._dtypes.setdefault(storage._cdata, dtype) != dtype:
+            raise StateDictError(
+                f"Tensors of the dtypes {self._dtypes[storage._cdata]} and {dtype} share their memory, which a file of "
+                "torch.save cannot say. Save a clone() of one."
+            )
+        return "storage", kind, self._key(storage), location_tag(storage), storage.nbytes() // dtype.itemsize
+
+    def _key(self, storage: torch.UntypedStorage) -> str:
+        address = storage._cdata  # the identity that torch.save uses: two Python objects may be one storage
+        if address not in self._keys:
+            self._keys[address] = key = str(len(self._keys))
+            self._alive.append(storage)
+            self.storages[key] = self._others.get(address) or _stored(f"storage {key}", storage)
+        return self._keys[address]
+
+
+def _stored(name: str, storage: torch.UntypedStorage) -> TensorEntry:
+    held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return entry_in_memory(name, held, held.shape, ((0,), tuple(held.shape)))
 
 
 def write_archive(content: Mapping[str, Any], path: Path, *, direct: bool = False) -> FileEntry:
@@ -32,20 +93,7 @@ def write_archive(content: Mapping[str, Any], path: Path, *, direct: bool = Fals
         path: The file.
         direct: Write past the page cache, where that helps.
     """
-    found = skeleton_of(dict(content))
-    if found is None:
-        with summed_file(path, direct=direct) as file:
-            torch.save(dict(content), file)  # type: ignore[arg-type]
-        return file.entry()
-    skeleton, storages = found
-    with summed_file(path, direct=direct, size=skeleton.size) as file:
-        skeleton.write(file.write, lambda number: file.append(stored_bytes(storages[number])))
-    return file.entry()
-
-
-def write_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Save as ``torch.save`` does, and store checksums of blocks in the file. Not collective; the caller syncs it."""
-    embed_sums(path, write_archive(content, path))
+    return write_file(path, plan_live(dict(content)).as_file(path.name), direct=direct)
 
 
 def write_rank_file(

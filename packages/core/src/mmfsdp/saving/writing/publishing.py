@@ -19,12 +19,13 @@ from mmfsdp.collective.steps import gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 
-__all__ = ["DirectorySave", "Files"]
+__all__ = ["LOOK_AGAIN", "DirectorySave", "Files"]
 
 Files = dict[str, FileEntry]
 """By file name, what the manifest says about each file."""
 
-_LOOK_AGAIN = 10  # times, 0.1 s apart: clients of network file systems cache that a file was missing
+LOOK_AGAIN = 10
+"""Times, 0.1 s apart, to look for a file: clients of network file systems cache that it was missing."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class DirectorySave:
             raise
 
     def _look(self, first_host: str) -> None:
-        for _ in range(_LOOK_AGAIN):
+        for _ in range(LOOK_AGAIN):
             if self.temporary.is_dir():
                 return
             time.sleep(0.1)

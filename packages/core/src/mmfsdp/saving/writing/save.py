@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.files.atomic import atomic_output, refuse_existing, refuse_other_content
-from mmfsdp.checkpoint.files.disk import make_parent, place
-from mmfsdp.checkpoint.tree import map_leaves
+from mmfsdp.checkpoint.files.atomic import refuse_existing, refuse_other_content
+from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.formats.registry import FORMATS
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
-from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.errors import ConfigError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import check_store
-from mmfsdp.saving.writing.archives import write_rank_file, write_whole
-from mmfsdp.saving.writing.background import PendingSave, own_copy, saver_of, settle_saves
-from mmfsdp.saving.writing.gathering import WriteFile, with_boxes, write_gathered
-from mmfsdp.saving.writing.model_folder import ModelFolder, write_model_folder
-from mmfsdp.saving.writing.publishing import DirectorySave
-from mmfsdp.saving.writing.store_save import StoreSave, refuse_in_store, send_whole
-from mmfsdp.saving.writing.torch_dcp import write_distributed
+from mmfsdp.saving.writing.archives import write_rank_file
+from mmfsdp.saving.writing.background import PendingSave, Saver, own_copy, saver_of, settle_saves
+from mmfsdp.saving.writing.distributed import write_distributed
+from mmfsdp.saving.writing.model_files import ModelFiles, write_model_folder
+from mmfsdp.saving.writing.publishing import DirectorySave, Files
+from mmfsdp.saving.writing.shared_files import shares_of
+from mmfsdp.saving.writing.store_save import StoreSave, refuse_in_store
+from mmfsdp.saving.writing.whole_files import publish_file, with_boxes, write_whole
 from mmfsdp.state.model import model_state_dict
 from mmfsdp.state.optimizers.plain import optim_state_dict
 
 __all__ = ["save_checkpoint", "write_checkpoint"]
 
 Kind = Literal["full", "local", "sharded"]
-SaveKind = Literal["full", "local", "sharded", "hf"]
-_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+_KINDS = ("full", "local", "sharded")
+_MODELS = {(item.aliases or (item.name,))[0]: item for item in FORMATS if item.tensors_only and item.writes}
+"""The formats of weights alone, for other libraries, by the kinds that ask for them."""
+_LIKE = " and ".join(f"kind={kind!r}" for kind, item in _MODELS.items() if item.like)
+_FILES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf")
 
 
 def save_checkpoint(
@@ -43,7 +45,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    kind: SaveKind = "sharded",
+    kind: str = "sharded",
     extra: Mapping[str, Any] | None = None,
     like: str | Path | None = None,
     overwrite: bool = False,
@@ -52,23 +54,24 @@ def save_checkpoint(
     """Save a sharded model, and its optimizer. Collective: every rank.
 
     Args:
-        path: ``sharded``, ``local`` and ``hf``: a directory. ``full``: one ``.pth`` file that plain PyTorch loads. The
-            same on every rank. Missing parent directories are created. All but ``hf`` may be URLs in a store, such as
+        path: ``sharded``, ``local`` and ``hf``: a directory. ``full``, ``safetensors`` and ``gguf``: one file. The same
+            on every rank. Missing parent directories are created. All but ``hf`` may be URLs in a store, such as
             ``s3://bucket/run/step_8``: each rank writes its files into a temporary directory, and sends them.
         model: A sharded model.
         optimizer: Built from its parameters.
         kind: ``sharded``: each rank writes its own part, in the format of torch's distributed checkpoint (DCP), with
-            optimizer state by parameter name. ``local``: one file per rank. ``full``: the first rank gathers the whole
-            model, needs memory for it, and writes it alone. ``hf``: a folder that ``from_pretrained`` of transformers
-            loads, with the weights alone; each rank writes its own rows into the files.
+            optimizer state by parameter name. ``local``: one file per rank. ``full``: one ``.pth`` file that plain
+            PyTorch loads. Of the weights alone, ``hf``: a folder that ``from_pretrained`` of transformers loads;
+            ``safetensors``: one such file; ``gguf``: a file that llama.cpp loads, of a Llama-like model. In one file
+            and in a folder each rank writes its own rows; if the ranks do not see the same file, as on disks of their
+            nodes, or it goes to a store, the first one writes what they send, a shard at a time.
         extra: More content beside ``state_dict`` and ``optimizer``, the same on every rank.
-        like: For ``hf``: a Hugging Face folder of the same model, whose configuration and tokenizer files are copied.
-            If it has weights, their names and shapes must be the model's; those of a model of transformers 5 are
-            written as its files have them.
+        like: For ``hf`` and ``gguf``: a Hugging Face folder of the same model, whose configuration and tokenizer are
+            copied. If it has weights, their names and shapes must be the model's; a model of transformers 5 is
+            written as its files have it.
         overwrite: Replace the checkpoint at ``path`` once the new one is complete.
         blocking: ``False``: return as soon as each rank has copied its part to CPU memory, and write in the background
-            while training continues. The memory is kept for the next save, which first waits for this one. For
-            ``full`` the first rank gathers the copies meanwhile.
+            while training continues. The memory is kept for the next save, which first waits for this one.
 
     Returns:
         The save. Its ``result()`` waits until the checkpoint is complete, and raises if writing failed. With
@@ -87,41 +90,19 @@ def save_checkpoint(
     """
     state, scope = _savers(model)
     target = _agreed_target(path, scope, "save_checkpoint()", kind, optimizer, overwrite, blocking)
-    _check_kind(kind, ("full", "local", "sharded", "hf"))
-    if (kind == "hf") != (like is not None):
-        raise ConfigError(
-            "kind='hf' needs like=FOLDER, a Hugging Face folder of the same model, for its config.json and tokenizer."
-            if like is None
-            else f"like={str(like)!r} applies only to kind='hf', not to kind={kind!r}."
-        )
-    if like is not None and (optimizer is not None or extra):
-        raise ConfigError(
-            f"kind='hf' holds the weights alone. Leave out {'the optimizer' if optimizer is not None else 'extra'}, "
-            "and save kind='sharded' beside it to resume from."
-        )
-    if kind != "full" and target.suffix in _FILES:
-        raise ConfigError(
-            f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
-            f"{target.suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
-        )
+    _check_kind(kind, (*_KINDS, *_MODELS))
     extra = dict(extra or {})
-    if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
-        raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
+    _check_arguments(path, target, kind, like, optimizer, extra)
     _make_free(target, state, scope, overwrite)
-    if overwrite and like is None and not is_remote(target):  # a model's folder keeps what else is there
+    if overwrite and kind != "hf" and not is_remote(target):  # a model's folder keeps what else is there
         on_all_ranks(lambda: refuse_other_content(target) if scope.is_first else None, scope)
-    if like is not None:
-        weights = model_state_dict(model, "sharded")
-        folder_like = Path(same_path(like, scope))
-        folder = ModelFolder.of(weights, folder_like, target, scope, overwrite=overwrite, model=state.module)
-        return _write_folder(target, folder, state, scope, overwrite, blocking)
-    form: Literal["full", "sharded"] = "full" if kind == "full" and blocking else "sharded"
-    content: dict[str, Any] = {"state_dict": model_state_dict(model, form)}
+    if kind in _MODELS:
+        return _write_model(target, kind, model, state, like, overwrite, blocking)
+    content: dict[str, Any] = {"state_dict": model_state_dict(model, "sharded")}
     if optimizer is not None:
         by_name = kind == "sharded"
-        content["optimizer"] = optim_state_dict(model, optimizer, form, by_name=by_name, param_names=True)
-    assert kind != "hf"
-    return _write(target, {**content, **extra}, state, scope, kind, overwrite, blocking)
+        content["optimizer"] = optim_state_dict(model, optimizer, "sharded", by_name=by_name, param_names=True)
+    return _write(target, {**content, **extra}, state, cast(Kind, kind), overwrite, blocking)
 
 
 def write_checkpoint(
@@ -157,7 +138,7 @@ def write_checkpoint(
     target = _agreed_target(path, scope, "write_checkpoint()", kind, None, overwrite, blocking)
     _check_kind(kind)
     _make_free(target, state, scope, overwrite)
-    return _write(target, content, state, scope, kind, overwrite, blocking)
+    return _write(target, content, state, kind, overwrite, blocking)
 
 
 def _savers(model: nn.Module) -> tuple[ShardedModel, Scope]:
@@ -202,58 +183,63 @@ def _write(
     target: Path,
     content: Mapping[str, Any],
     state: ShardedModel,
-    scope: Scope,
     kind: Kind,
     overwrite: bool,
     blocking: bool,
 ) -> PendingSave:
-    if kind == "full" and blocking:
-        on_all_ranks(lambda: _write_full(target, content, overwrite) if scope.is_first else None, scope)
-        return PendingSave.over()
-    if kind == "local" and blocking:
-        save = _begin(target, scope, overwrite)
-        save.finish(lambda save: write_rank_file(save, content, state.mesh), scope)
-        return PendingSave.over()
-    # Training uses the model's groups meanwhile.
-    saver = saver_of(state.mesh)
+    saver = saver_of(state.mesh)  # training uses the model's groups meanwhile
     scope = saver.scope
+    kept = with_boxes(content, scope, target)
+    if not blocking:
+        kept = own_copy(kept, saver, target)
     if kind == "full":
-        content = with_boxes(content, rows_only=False, is_first=scope.is_first)
-    kept = own_copy(dict(content), saver, target) if not blocking else dict(content)
-    if kind == "full":
-
-        def gather() -> None:
-            write_gathered(kept, saver.group, scope, lambda write: _publish(target, write, overwrite))
-
-        return saver.start(gather, target)
+        return _carry_out(
+            lambda: write_whole(target, kept, scope, overwrite=overwrite, direct=not blocking), saver, target, blocking
+        )
     save = _begin(target, scope, overwrite)
 
-    def step() -> None:
+    def write(save: DirectorySave) -> Files:
         if kind == "local":
-            save.finish(lambda save: write_rank_file(save, kept, state.mesh, direct=True), scope)
-        else:
-            save.finish(lambda save: write_distributed(save, kept, saver.group, direct=not blocking), scope)
+            return write_rank_file(save, kept, state.mesh, direct=not blocking)
+        return write_distributed(save, kept, state.mesh, scope, direct=not blocking)
 
-    if not blocking:
-        return saver.start(step, target)
-    step()
-    return PendingSave.over()
+    return _carry_out(lambda: save.finish(write, scope), saver, target, blocking)
 
 
-def _write_folder(
-    target: Path, folder: ModelFolder, state: ShardedModel, scope: Scope, overwrite: bool, blocking: bool
+def _write_model(
+    target: Path,
+    kind: str,
+    model: nn.Module,
+    state: ShardedModel,
+    like: str | Path | None,
+    overwrite: bool,
+    blocking: bool,
 ) -> PendingSave:
-    saver = None if blocking else saver_of(state.mesh)
-    if saver is not None:
-        scope = saver.scope
-        weights = with_boxes(folder.weights, rows_only=True, is_first=scope.is_first)
-        folder = replace(folder, weights=own_copy(weights, saver, target))
+    saver = saver_of(state.mesh)
+    scope, chosen = saver.scope, _MODELS[kind]
+    folder = None if like is None else Path(same_path(like, scope))
+    given = with_boxes(model_state_dict(model, "sharded"), scope, target)
+    weights = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    if not blocking:
+        weights = own_copy(weights, saver, target)
+    files = ModelFiles.of(weights, chosen, target, scope, like=folder, overwrite=overwrite, model=state.module)
+    if not chosen.directory:
+
+        def step() -> None:
+            shares = shares_of(files.weights, scope)
+            publish_file(target, files.planned, shares, scope, overwrite=overwrite, direct=not blocking)
+
+        return _carry_out(step, saver, target, blocking)
     save = DirectorySave.begin(target, scope, overwrite=overwrite)
 
-    def step() -> None:
-        save.finish(lambda save: write_model_folder(save, folder, scope, direct=not blocking), scope)
+    def write(save: DirectorySave) -> Files:
+        return write_model_folder(save, files, scope, direct=not blocking)
 
-    if saver is not None:
+    return _carry_out(lambda: save.finish(write, scope), saver, target, blocking)
+
+
+def _carry_out(step: Callable[[], None], saver: Saver, target: Path, blocking: bool) -> PendingSave:
+    if not blocking:
         return saver.start(step, target)
     step()
     return PendingSave.over()
@@ -264,30 +250,39 @@ def _begin(target: Path, scope: Scope, overwrite: bool) -> DirectorySave:
     return kind.begin(target, scope, overwrite=overwrite)
 
 
-def _check_kind(kind: str, known: tuple[str, ...] = ("full", "local", "sharded")) -> None:
+def _check_arguments(
+    path: str | Path,
+    target: Path,
+    kind: str,
+    like: str | Path | None,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+) -> None:
+    model = _MODELS.get(kind)
+    needs_like = model is not None and bool(model.like)
+    if needs_like != (like is not None):
+        raise ConfigError(
+            f"kind={kind!r} needs like=FOLDER, a Hugging Face folder of the same model, for its config.json and "
+            "tokenizer."
+            if like is None
+            else f"like={str(like)!r} applies only to {_LIKE}, not to kind={kind!r}."
+        )
+    if model is not None and (optimizer is not None or extra):
+        raise ConfigError(
+            f"kind={kind!r} holds the weights alone. Leave out "
+            f"{'the optimizer' if optimizer is not None else 'extra'}, "
+            "and save kind='sharded' beside it to resume from."
+        )
+    is_file = kind == "full" if model is None else not model.directory
+    if not is_file and target.suffix in _FILES:
+        raise ConfigError(
+            f"A checkpoint of kind {kind!r} is a directory, and {str(path)!r} is named like a file. Leave out "
+            f"{target.suffix!r}, or pass kind='full' for one file that plain PyTorch loads."
+        )
+    if taken := [key for key in ("state_dict", "optimizer", "mmfsdp") if key in extra]:
+        raise ConfigError(f"extra holds {taken[0]!r}, which save_checkpoint() writes itself. Choose another key.")
+
+
+def _check_kind(kind: str, known: tuple[str, ...] = _KINDS) -> None:
     if kind not in known:
         raise ConfigError(f"kind must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {kind!r}.")
-
-
-def _write_full(target: Path, content: Mapping[str, Any], overwrite: bool) -> None:
-    def check(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, DTensor):
-            raise StateDictError(
-                f"{path!r} is a shard, but kind='full' needs whole tensors. Gather it, or save with kind='sharded'.",
-                file=str(target),
-            )
-        return leaf
-
-    with as_checkpoint_error(target):
-        map_leaves(dict(content), check)
-    _publish(target, lambda file: write_whole(content, file), overwrite)
-
-
-def _publish(target: Path, write: WriteFile, overwrite: bool) -> None:
-    with as_checkpoint_error(target):
-        if is_remote(target):
-            send_whole(target, write)
-            return
-        make_parent(target)
-        with atomic_output(target, overwrite=overwrite) as temporary:
-            write(temporary)

@@ -18,7 +18,7 @@ from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import Store
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
 
-__all__ = ["StoreSave", "refuse_in_store", "send_whole"]
+__all__ = ["StoreSave", "refuse_in_store"]
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,3 @@ def refuse_in_store(target: Path, *, overwrite: bool) -> None:
             "another path, or remove it first.",
             file=str(target),
         )
-
-
-def send_whole(target: Path, write: Callable[[Path], None]) -> None:
-    """Write one file to a store, where it appears whole. Not collective.
-
-    Args:
-        target: Where it will appear.
-        write: Writes the file at a path on this machine.
-    """
-    with tempfile.TemporaryDirectory(prefix="mmfsdp-") as folder, as_checkpoint_error(target):
-        file = Path(folder, target.name)
-        write(file)
-        Store(target.parent).send(file, target.name)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes
 from mmfsdp.basics.dtypes import torch_name
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import Content
@@ -27,9 +27,59 @@ from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.checkpoint.tree import is_ref, select_tensors
 from mmfsdp.errors import FormatError
 
-__all__ = ["dcp_metadata", "plan_write"]
+__all__ = ["Items", "plan_metadata", "plan_rank", "plan_write"]
 
 _ALIGNMENT = 64  # bytes, as that of the data within an archive
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a directory will hold, by flat name, in order."""
+
+    keys: Mapping[str, Keys]
+    """The nested keys that each name was made of."""
+    tensors: Mapping[str, tuple[TensorEntry, Boxes]]
+    """The tensors, and which rank writes which box of each."""
+    objects: Mapping[str, Archive]
+    """The values that are not tensors, pickled; the first rank writes them."""
+    ranks: int
+    """How many ranks there are."""
+
+    @property
+    def rules(self) -> Rules | None:
+        """What all files hold; None if the boxes of a tensor follow no rule."""
+        names: dict[str, Named] = {}
+        for name, keys in self.keys.items():
+            if name not in self.tensors:
+                names[name] = Named(keys)
+                continue
+            entry, boxes = self.tensors[name]
+            if not isinstance(boxes, EvenBoxes):
+                return None
+            names[name] = Named(keys, entry.dtype, boxes)
+        return Rules(self.ranks, names)
+
+    def boxes(self, name: str) -> Mapping[Bounds, int]:
+        """Return the boxes of a tensor that are written, each with its rank: one without rows by the first."""
+        entry, boxes = self.tensors[name]
+        return boxes.meeting(None) or {_whole(entry): 0}
+
+    def box_of(self, name: str, rank: int) -> Iterator[Bounds]:
+        """Yield the boxes of a tensor that one rank writes; the work does not grow with the number of ranks."""
+        entry, boxes = self.tensors[name]
+        if not entry.numel:
+            if rank == 0:
+                yield _whole(entry)
+        elif isinstance(boxes, EvenBoxes):
+            box = boxes.held_by(rank)
+            if boxes.is_written_by(rank) and 0 not in box[1]:
+                yield box
+        else:
+            yield from (box for box, writer in boxes.meeting(None).items() if writer == rank)
+
+
+def _whole(entry: TensorEntry) -> Bounds:
+    return (0,) * len(entry.shape), entry.shape
 
 
 def plan_write(content: Content) -> list[PlannedFile]:
@@ -41,36 +91,70 @@ def plan_write(content: Content) -> list[PlannedFile]:
     Raises:
         FormatError: Two paths in the tree have the same name once their keys are joined, or a value cannot be pickled.
     """
-    tree, tensors, ranks = content.tree, content.tensors, content.ranks
+    tree, shards = content.tree, content.ranks.shards
     if not isinstance(tree, dict):
         raise FormatError("A distributed checkpoint is a mapping of names; this is not one.")
-    names: dict[str, Keys] = {}
-    found: dict[str, TensorInfo] = {}
-    described: dict[str, Named] = {}
-    files = {FILE.format(rank): _File() for rank in range(ranks.shards)}
-    first = next(iter(files.values()))
-    locations: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+    keys: dict[str, Keys] = {}
+    tensors: dict[str, tuple[TensorEntry, Boxes]] = {}
+    objects: dict[str, Archive] = {}
     for name, (path, leaf) in flatten_nested(tree, NestedKinds(is_ref, _mapping), FormatError).items():
-        names[name] = path
-        if not isinstance(leaf, TensorRef):
-            held = {ref: tensors[ref] for ref in select_tensors(leaf)}
-            locations[name, None] = first.add((name, None), plan_archive(leaf, held), FILE.format(0))
-            described[name] = Named(path)
+        keys[name] = path
+        if isinstance(leaf, TensorRef):
+            entry = content.tensors[leaf.name]
+            divided = 0 if entry.numel and entry.shape else None
+            tensors[name] = entry, EvenBoxes(entry.shape, (shards,), (divided,), 0)
+        else:
+            objects[name] = plan_archive(leaf, {ref: content.tensors[ref] for ref in select_tensors(leaf)})
+    items = Items(keys, tensors, objects, shards)
+    files = [plan_rank(items, rank, content.save_id) for rank in range(shards)]
+    return [*(file for file in files if file is not None), plan_metadata(items)]
+
+
+def plan_rank(items: Items, rank: int, save_id: str) -> PlannedFile | None:
+    """Plan the file of one rank; None if it writes nothing. The work does not grow with the number of ranks."""
+    file = _File()
+    for name in sorted(items.keys):  # ranks may hold them in different orders
+        if name in items.tensors:
+            for box in items.box_of(name, rank):
+                file.add((name, box[0]), _TensorArchive(items.tensors[name][0].cut(*box)))
+        elif rank == 0:
+            file.add((name, None), items.objects[name])
+    rules = items.rules if rank == 0 else None
+    return file.planned(FILE.format(rank), save_id, rules) if file.archives else None
+
+
+def plan_metadata(items: Items) -> PlannedFile:
+    """Plan ``.metadata``, which lists what all ranks write."""
+    ends: dict[int, int] = {}
+    locations: dict[Item, Location] = {}
+    tensors: dict[str, TensorInfo] = {}
+    known: dict[tuple[str, Boxes], tuple[tuple[Bounds, int, int], ...]] = {}  # many tensors are divided alike
+
+    def add(item: Item, rank: int, size: int) -> None:
+        begin = _aligned(ends.get(rank, 0))
+        locations[item] = Location(FILE.format(rank), begin, size)
+        ends[rank] = begin + size
+
+    for name in sorted(items.keys):
+        if name not in items.tensors:
+            add((name, None), 0, items.objects[name].size)
             continue
-        entry = tensors[leaf.name]
-        boxes: list[Bounds] = []
-        for file, (box, part) in zip(files, _parts(entry, ranks.shards), strict=False):
-            if boxes and 0 in box[1]:
-                continue
-            boxes.append(box)
-            locations[name, box[0]] = files[file].add((name, box[0]), _TensorArchive(part), file)
-        found[name] = TensorInfo(entry.dtype, entry.shape, tuple(boxes))
-        sharded = 0 if entry.numel and entry.shape else None
-        described[name] = Named(path, entry.dtype, EvenBoxes(entry.shape, (ranks.shards,), (sharded,), 0))
-    metadata = dcp_metadata(names, found, locations)
-    first.rules = Rules(ranks.shards, described)
-    planned = [file.planned(name, content.save_id) for name, file in files.items() if file.archives]
-    return [*planned, PlannedFile(".metadata", len(metadata), (), lambda _: [(0, metadata)])]
+        entry, boxes = items.tensors[name]
+        listed = known.get((entry.dtype, boxes)) if isinstance(boxes, EvenBoxes) else None
+        if listed is None:
+            found = items.boxes(name)
+            listed = tuple((box, rank, _frame(entry.dtype, box[1]).size) for box, rank in found.items())
+            if isinstance(boxes, EvenBoxes):
+                known[entry.dtype, boxes] = listed
+        for box, rank, size in listed:
+            add((name, box[0]), rank, size)
+        tensors[name] = TensorInfo(entry.dtype, entry.shape, tuple(box for box, _, _ in listed))
+    data = _metadata(items.keys, tensors, locations)
+    return PlannedFile(".metadata", len(data), (), lambda _: [(0, data)])
+
+
+def _aligned(end: int) -> int:
+    return end + -end % _ALIGNMENT
 
 
 class _File:
@@ -78,21 +162,19 @@ class _File:
 
     def __init__(self) -> None:
         self.archives: list[tuple[int, Archive | _TensorArchive]] = []
-        self.rules: Rules | None = None
         self._items: list[tuple[Item, int, int]] = []
         self._end = 0
 
-    def add(self, item: Item, archive: Archive | _TensorArchive, name: str) -> Location:
-        base = self._end + -self._end % _ALIGNMENT
+    def add(self, item: Item, archive: Archive | _TensorArchive) -> None:
+        base = _aligned(self._end)
         self.archives.append((base, archive))
         self._items.append((item, base, archive.size))
         self._end = base + archive.size
-        return Location(name, base, archive.size)
 
-    def planned(self, name: str, save_id: str) -> PlannedFile:
+    def planned(self, name: str, save_id: str, rules: Rules | None) -> PlannedFile:
         pieces = [archive.pieces(base) for base, archive in self.archives]
         flat = tuple(piece for group in pieces for piece in group)
-        index = index_bytes(save_id, self._items, self.rules)
+        index = index_bytes(save_id, self._items, rules)
         return PlannedFile(name, self._end + len(index), flat, lambda crcs: self._blocks(pieces, crcs, index))
 
     def _blocks(
@@ -104,15 +186,6 @@ class _File:
             begin += len(group)
             end = base + archive.size
             yield end, bytes(-end % _ALIGNMENT) if end < self._end else index
-
-
-def _parts(entry: TensorEntry, parts: int) -> Iterator[tuple[Bounds, TensorEntry]]:
-    if not entry.numel or not entry.shape:
-        yield ((0,) * len(entry.shape), entry.shape), entry
-        return
-    for part in range(parts):
-        offsets, sizes = sharded_box(entry.shape, [parts], [0], [part])
-        yield (offsets, sizes), entry.cut(offsets, sizes)
 
 
 _MAPPINGS = (
@@ -143,7 +216,7 @@ class _TensorArchive:
     @property
     def size(self) -> int:
         """Length in bytes."""
-        return len(self._frame.before) + self._entry.nbytes + len(self._frame.after)
+        return self._frame.size
 
     def pieces(self, base: int) -> tuple[Piece, ...]:
         """Return the tensor data of an archive that begins at byte ``base`` of its file."""
@@ -162,6 +235,7 @@ class _Frame:
     crc_before: int  # where the checksum goes, in bytes
     after: bytes
     crc_after: int
+    size: int  # with the data, in bytes
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +251,8 @@ def _frame(dtype: str, shape: tuple[int, ...]) -> _Frame:
         ]
         for crc in (0, 0xFFFFFFFF)
     )
-    return _Frame(before, _first_difference(before, other), after, _first_difference(after, another))
+    differences = _first_difference(before, other), _first_difference(after, another)
+    return _Frame(before, differences[0], after, differences[1], archive.size)
 
 
 def _first_difference(one: bytes, other: bytes) -> int:
@@ -192,7 +267,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _NONE, _FALSE = b"N", b"\x89"
 
 
-def dcp_metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], locations: Locations) -> bytes:
+def _metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], locations: Locations) -> bytes:
     """Return the content of ``.metadata``. Which keys are integers is an attribute of its own, which torch ignores."""
     writer = PickleWriter()
 
@@ -211,13 +286,18 @@ def dcp_metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], l
     files = dict.fromkeys(place.file for place in locations.values())
     file_texts = dict(zip(files, keys(*files), strict=True))
 
-    def size(numbers: Iterable[int]) -> bytes:
+    @cache
+    def size(numbers: tuple[int, ...]) -> bytes:
         return _called(size_kind, _tuple(map(int_opcodes, numbers)))
+
+    @cache
+    def chunk_of(box: Bounds) -> bytes:
+        return _restored(chunk, _dict(zip(of_box, map(size, box), strict=True)))
 
     def described(tensor: TensorInfo | None) -> bytes:
         if tensor is None:
             return _restored(object_kind, _dict(()))
-        boxes = b"".join(_restored(chunk, _dict(zip(of_box, map(size, box), strict=True))) for box in tensor.boxes)
+        boxes = b"".join(map(chunk_of, tensor.boxes))
         values = properties[tensor.dtype], size(tensor.shape), b"](" + boxes + b"e"
         return _restored(tensor_kind, _dict(zip(of_tensor, values, strict=True)))
 

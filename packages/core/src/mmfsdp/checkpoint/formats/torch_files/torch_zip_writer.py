@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.pickling import PickleWriter
 from mmfsdp.checkpoint.tree import select_tensors
 
-__all__ = ["Archive", "plan_archive", "plan_file", "plan_write"]
+__all__ = ["Archive", "archive_of", "plan_archive", "plan_file", "plan_write"]
 
 _LIMIT_32 = 0xFFFFFFFF  # from here on a 32-bit field says "see zip64"
 _LIMIT_16 = 0xFFFF
@@ -36,8 +36,7 @@ def plan_write(content: Content) -> list[PlannedFile]:
 
 def plan_file(name: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     """Plan a file that holds a tree as torch would save it; see ``plan_archive``."""
-    archive = plan_archive(tree, tensors)
-    return PlannedFile(name, archive.size, archive.pieces(0), lambda crcs: archive.blocks(0, crcs))
+    return plan_archive(tree, tensors).as_file(name)
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class Archive:
     """Where the central directory goes, in bytes from the start of the archive."""
     size: int
     """Length in bytes."""
+
+    def as_file(self, name: str) -> PlannedFile:
+        """Return the file that holds this archive alone."""
+        return PlannedFile(name, self.size, self.pieces(0), lambda crcs: self.blocks(0, crcs))
 
     def pieces(self, base: int) -> tuple[Piece, ...]:
         """Return the tensor data of an archive that begins at byte ``base`` of its file."""
@@ -84,12 +87,14 @@ def plan_archive(tree: Any, tensors: Mapping[str, TensorEntry]) -> Archive:
         FormatError: The tree holds an object that cannot be pickled here.
     """
     storages = _storages(tree, tensors)
-    content: dict[str, bytes | TensorEntry] = {
-        f"{_ROOT}/data.pkl": _pickle(tree, tensors, storages),
-        f"{_ROOT}/byteorder": b"little",
-    }
-    for storage in storages.values():
-        content.setdefault(f"{_ROOT}/data/{storage.key}", storage.entry)
+    by_key = {storage.key: storage.entry for storage in storages.values()}
+    return archive_of(_pickle(tree, tensors, storages), by_key)
+
+
+def archive_of(pickled: bytes, storages: Mapping[str, TensorEntry]) -> Archive:
+    """Plan an archive that holds a pickle, and the storages that it names by their keys."""
+    content: dict[str, bytes | TensorEntry] = {f"{_ROOT}/data.pkl": pickled, f"{_ROOT}/byteorder": b"little"}
+    content |= {f"{_ROOT}/data/{key}": entry for key, entry in storages.items()}
     content[f"{_ROOT}/version"] = b"3\n"
     placements: dict[str, Placement] = {}
     end = 0
