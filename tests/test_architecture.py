@@ -36,13 +36,15 @@ LEVELS: tuple[dict[str, str], ...] = (
     {"checkpoint": "basics config errors", "planning": "basics config errors"},
     {"runtime": "basics collective errors planning"},
     {
-        "sharding": "basics collective config errors planning runtime",
         "state": "basics collective errors runtime",
         "optimizers": "basics collective errors planning runtime",
     },
     {
-        "rehearsal": "basics config errors optimizers planning runtime sharding state",
+        "sharding": "basics collective config errors planning runtime state",
         "saving": "basics checkpoint collective errors runtime state",
+    },
+    {
+        "rehearsal": "basics config errors optimizers planning runtime sharding state",
         "torch_style": "basics collective config errors planning runtime sharding state",
     },
     {
@@ -459,6 +461,18 @@ class TestSubpackages:
             for part in (filter(None, node.keys) if isinstance(node, ast.Dict) else [node])
             for constant in ast.walk(part)
             if isinstance(constant, ast.Constant) and constant.value in names
+        ]
+        assert found == []
+
+    @pytest.mark.parametrize("subpackage", ["runtime", "sharding", "state", "optimizers", "saving", "torch_style"])
+    def test_what_differs_between_engines_is_asked_of_the_engine(self, subpackage: str) -> None:
+        found = [
+            show(path, constant.lineno, str(constant.value))
+            for path in (SOURCES["mmfsdp"] / subpackage).rglob("*.py")
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Compare | ast.MatchValue)
+            for constant in ast.walk(node)
+            if isinstance(constant, ast.Constant) and constant.value in ("fsdp2", "fsdp1", "replicate")
         ]
         assert found == []
 

@@ -10,45 +10,44 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.calls.outside_calls import open_to_methods, route, watch_flat_unit, watch_unit
+from mmfsdp.runtime.calls.outside_calls import open_to_methods, route, watch_unit
 from mmfsdp.runtime.calls.unit_gates import UnitGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
-from mmfsdp.runtime.fsdp1.flat_backwards import complete_backwards, refuse_unseen_backwards
-from mmfsdp.runtime.fsdp1.flat_params import flat_params, name_gathering
-from mmfsdp.runtime.gathered.other_weights import refuse_other_flat_weights, refuse_other_weights
+from mmfsdp.runtime.fsdp1.flat_params import flat_params
+from mmfsdp.runtime.gathered.other_weights import refuse_other_weights
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
-from mmfsdp.runtime.gradients.graph_inputs import RefuseShardGradients, check_graph_inputs, refuse_flat_gradients
-from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, tensors_in
+from mmfsdp.runtime.gradients.graph_inputs import RefuseShardGradients, check_graph_inputs
+from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, show_tensors, tensors_in
 from mmfsdp.runtime.gradients.second_order import RefuseSecondOrder
 from mmfsdp.runtime.refusals.data_parallel import watch_wrappers
 from mmfsdp.runtime.refusals.foreign_saves import guard_save_pretrained
 from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
 from mmfsdp.runtime.refusals.guards import watch_optimizers
-from mmfsdp.runtime.refusals.late_freezing import refuse_late_freezing
 from mmfsdp.runtime.refusals.resizing import refuse_resizing
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes
-from mmfsdp.runtime.torch_fsdp2.iterations import begin_root
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe
 from mmfsdp.runtime.torch_fsdp2.random_numbers import draw_as_whole
 from mmfsdp.runtime.torch_fsdp2.state_dict_hooks import keep_state_dicts_pure
 
-__all__ = ["install_hooks", "route_calls"]
+__all__ = ["install_hooks", "watch_shards"]
 
 
-def install_hooks(state: ShardedModel, module: nn.Module) -> None:
+def install_hooks(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
     """Install the hooks that keep a sharded model's state up to date. Not collective.
+
+    They also make units, the methods of units that the plan lists, and layers inside units callable from anywhere.
 
     Args:
         state: The model's state; the hooks keep only weak references to it.
-        module: The sharded root.
+        parts: The result of `parts_of_units` before the model was sharded.
     """
-    me, root = weakref.ref(state), weakref.ref(module)
+    me, module = weakref.ref(state), state.module
 
     def before(_: nn.Module, args: Any) -> None:
         if (live := me()) is not None:
@@ -63,29 +62,40 @@ def install_hooks(state: ShardedModel, module: nn.Module) -> None:
     module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
     _watch_gradients(state, me)
-    name_gathering(module)
-    refuse_unseen_backwards(module)
-    complete_backwards(module)
-    refuse_late_freezing(module, lambda: live.writes if (live := me()) is not None else 0)
-    refuse_flat_gradients(module)
-    guard_save_pretrained(module.module if isinstance(module, FullyShardedDataParallel) else module)
-    refuse_other_flat_weights(module)
-    if not state.is_fsdp1:
-        for group in state.groups:
-            keep_state_dicts_pure(group)
-        draw_as_whole(state.mesh)
-        subscribe(RefuseSecondOrder(), state.groups)
-        subscribe(ReduceAlways(module), state.groups)
-        subscribe(state.copied_settings, state.groups)
-        subscribe(RefuseShardGradients(), state.groups)
-        refuse_other_weights(module, state.groups)
-        _show_shards(module, me, root)
-        _watch_mode(module, me, root)
-        module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    begin = _begin_at_root(state)
+    gates = [(part, UnitGate(_nothing if part.unit.is_root else begin)) for part in parts]
+    state.engine.watch(state, gates)
+    for part, gate in gates:
+        route(part.holders, gate)
+        for unit in part.modules:
+            open_to_methods(unit, part.unit.forward_methods, gate)
     refuse_codes(module)
     refuse_resizing(module)
     watch_optimizers()
     watch_wrappers()
+
+
+def watch_shards(state: ShardedModel, gates: Iterable[tuple[UnitParts, UnitGate]]) -> None:
+    """Install the hooks of a model whose parameters are DTensors, and attach gates to its units. Not collective."""
+    me, module = weakref.ref(state), state.module
+    guard_save_pretrained(module)
+    for group in state.groups:
+        keep_state_dicts_pure(group)
+    draw_as_whole(state.mesh)
+    subscribe(RefuseSecondOrder(), state.groups)
+    subscribe(ReduceAlways(module), state.groups)
+    subscribe(state.copied_settings, state.groups)
+    subscribe(RefuseShardGradients(), state.groups)
+    refuse_other_weights(module, state.groups)
+    _show_shards(module, me, weakref.ref(module))
+    _watch_mode(module, me, weakref.ref(module))
+    module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    for part, gate in gates:
+        members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
+        hidden = HiddenOutputs(members[0], part.owned, show_tensors)
+        watch_unit(members, gate, hidden, full_precision=part.unit.precision.full_precision)
+        if part.unit.is_root:
+            gate.run = _as_forward(gate.run, me)
 
 
 def _end_forward(state: ShardedModel, output: Any, error: BaseException | None) -> None:
@@ -141,7 +151,7 @@ def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.
 def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
     """Make each backward that reduces gradients complete them at its end."""
     trained = [param for param in state.whole_params if param.requires_grad]
-    if state.is_fsdp1 and not trained:
+    if not state.groups and not trained:
         return
 
     def is_reduced() -> bool:
@@ -164,31 +174,6 @@ def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None
             flat.register_hook(begin)
 
 
-def route_calls(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
-    """Make units, their methods that the plan lists, and layers inside them callable from anywhere. Not collective.
-
-    Args:
-        state: The model's state.
-        parts: The result of `parts_of_units` before the model was sharded.
-    """
-    begin = _begin_at_root(state)
-    wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(state.module)}
-    for part in parts:
-        gate = UnitGate(_nothing if part.unit.is_root else begin)
-        if state.is_fsdp1:
-            unit = wrappers[id(part.modules[0])]
-            watch_flat_unit(unit, gate, HiddenOutputs(unit, part.owned))
-        else:
-            members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
-            hidden = HiddenOutputs(members[0], part.owned)
-            watch_unit(members, gate, hidden, full_precision=part.unit.precision.full_precision)
-            if part.unit.is_root:
-                gate.run = _as_forward(gate.run, weakref.ref(state))
-        route(part.holders, gate)
-        for module in part.modules:
-            open_to_methods(module, part.unit.forward_methods, gate)
-
-
 def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
     """Return what makes units callable before their root: torch takes the first module that runs as the root."""
     me = weakref.ref(state)
@@ -196,15 +181,9 @@ def _begin_at_root(state: ShardedModel) -> Callable[[], None]:
 
     def begin() -> None:
         nonlocal begun
-        if begun or (live := me()) is None:
-            return
-        begun = True
-        root = live.module
-        if isinstance(root, FSDPModule):
-            begin_root(root)
-        elif not live.is_running:
-            with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
-                pass
+        if not begun and (live := me()) is not None:
+            begun = True
+            live.engine.begin_root(live)
 
     return begin
 

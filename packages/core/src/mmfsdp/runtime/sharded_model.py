@@ -29,14 +29,14 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.errors import ShardStateError
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.engine import Engine
 from mmfsdp.runtime.gathered.copied_settings import CopiedSettings
 from mmfsdp.runtime.gathered.lost_writes import LostWrites
 from mmfsdp.runtime.gathered.other_weights import in_functional_call
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
 from mmfsdp.runtime.gradients.backward import is_backward
-from mmfsdp.runtime.live_engines import live_engine
 from mmfsdp.runtime.roles import Roles, check_unseen, roles_of
-from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params, shard_versions
+from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of
 
 __all__ = ["ShardedModel", "find_sharded_model", "live_models"]
@@ -74,6 +74,7 @@ class ShardedModel:
         module: The sharded root; only a weak reference is kept.
         plan: The plan that was applied.
         mesh: The mesh of its ranks.
+        engine: What sharded it.
         former: Weak references to the parameters that the model had before it was sharded.
 
     Attributes:
@@ -92,11 +93,14 @@ class ShardedModel:
     """
 
     def __init__(
-        self, module: nn.Module, plan: ShardPlan, mesh: DeviceMesh, former: Iterable[weakref.ref[nn.Parameter]] = ()
+        self,
+        module: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        engine: Engine,
+        former: Iterable[weakref.ref[nn.Parameter]] = (),
     ) -> None:
-        self.plan = plan
-        self.mesh = mesh
-        self._engine = live_engine(plan.engine)
+        self.plan, self.mesh, self.engine = plan, mesh, engine
         self.sync_gradients = True
         self.writes = 0
         self.unreduced = self.is_graph_checked = False
@@ -112,7 +116,7 @@ class ShardedModel:
         self._flat = [weakref.ref(param) for param in _registered(module)] if self.is_fsdp1 else []
         self._replaced = [known for known in former if (param := known()) is not None and id(param) not in kept]
         self._in_forward = 0
-        self._was_trained = False
+        self._was_trained, self._synced = False, True
         _sharded[module] = self
 
     @property
@@ -136,11 +140,11 @@ class ShardedModel:
     @property
     def is_fsdp1(self) -> bool:
         """Whether the units are FullyShardedDataParallel instances, and parameters pieces of flat ones."""
-        return self._engine.is_flat
+        return self.engine.is_flat
 
     def clip_flat(self, max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Clip the gradients of flat parameters, and return their norm; None if there are none. Collective."""
-        return self._engine.clip(self.module, max_norm, norm_type)
+        return self.engine.clip(self, max_norm, norm_type)
 
     def alias(self, wrapper: nn.Module) -> None:
         """Register ``wrapper``, so that functions that expect the sharded model accept it."""
@@ -148,7 +152,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free all gathered parameters. Not collective."""
-        self._engine.free(self.module, self.groups)
+        self.engine.free(self)
 
     @property
     def groups(self) -> list[Group]:
@@ -194,13 +198,15 @@ class ShardedModel:
         """Called when the root's forward begins."""
         self._in_forward += 1
         if torch.is_inference_mode_enabled():
-            self._engine.begin_forward(self.module)
+            self.engine.begin_root(self)
         if self._kept_from_evaluation is not None and self._in_forward == 1:
             versions, self._kept_from_evaluation = self._kept_from_evaluation, None
-            if torch.is_grad_enabled() or versions != shard_versions(self.groups):
+            if torch.is_grad_enabled() or versions != self.engine.version(self):
                 self.reshard()
         if torch.is_grad_enabled():
-            self._engine.set_sync(self.module, self.sync_gradients)
+            if self.sync_gradients != self._synced:  # otherwise what the user has set stays
+                self.engine.set_sync(self, self.sync_gradients)
+            self._synced = self.sync_gradients
             self.unreduced = not self.sync_gradients
             if self._in_forward == 1:
                 self._look_at_first_steps()
@@ -236,9 +242,9 @@ class ShardedModel:
         """
         self._in_forward = 0 if failed else max(self._in_forward - 1, 0)
         if failed:
-            self._engine.discard_forward(self.module, self.groups)
+            self.engine.discard_forward(self)
         elif not torch.is_grad_enabled() and not self._in_forward:  # no enclosing method goes on computing
-            self._kept_from_evaluation = self._engine.keep_evaluated(self.groups)
+            self._kept_from_evaluation = self.engine.version(self)
             if self._kept_from_evaluation is None:
                 self.reshard()
 

@@ -73,8 +73,6 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         state = find_sharded_model(parameters)
         state.check_reduced("Gradients are about to be clipped")
-        if state.is_fsdp1:
-            check_roles(state.roles(state.module.parameters()), "The model given to clip_grad_norm_()")
         if (total := state.clip_flat(max_norm, norm_type)) is not None:
             if error_if_nonfinite:
                 check_finite_norm(total, norm_type)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import place_in
 from mmfsdp.errors import ShardStateError, UnsupportedCallError
 from mmfsdp.runtime.dtensors import local_part, whole_tensor
+from mmfsdp.runtime.engine import Showing
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 
-__all__ = ["full_params", "whole_params_in"]
+__all__ = ["full_params", "show_dtensors", "whole_params_in"]
 
 
 @contextmanager
@@ -48,41 +48,20 @@ def full_params(
         LostRankError: Not all ranks called it.
     """
     state = find_sharded_model(model)
-    with whole_params_in(
-        state,
-        state.module,
-        writeback=writeback,
-        rank0_only=rank0_only,
-        cpu_offload=cpu_offload,
-        with_grads=with_grads,
-    ):
+    with whole_params_in(state, state.module, Showing(True, writeback, rank0_only, cpu_offload, with_grads)):
         yield
 
 
 @contextmanager
-def whole_params_in(
-    state: ShardedModel,
-    module: nn.Module,
-    *,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    cpu_offload: bool = False,
-    with_grads: bool = False,
-) -> Iterator[None]:
+def whole_params_in(state: ShardedModel, module: nn.Module, how: Showing) -> Iterator[None]:
     """Make the parameters of a part of a sharded model whole. Collective: every rank. See `full_params`.
 
     Args:
         state: The model's state.
         module: The model, or a module of it.
-        recurse: Show all parameters below ``module``. Otherwise only those that the unit of ``module`` holds itself;
-            none if ``module`` is not a unit.
-        writeback: See `full_params`.
-        rank0_only: See `full_params`.
-        cpu_offload: See `full_params`.
-        with_grads: See `full_params`.
+        how: How they are shown.
     """
-    if rank0_only and writeback:
+    if how.rank0_only and how.writeback:
         raise UnsupportedCallError(
             "Parameters that are whole on the first rank only cannot be written back, because the other ranks would "
             "keep their own values. Pass writeback=False, or rank0_only=False."
@@ -91,22 +70,13 @@ def whole_params_in(
         raise ShardStateError(
             "Parameters cannot be made whole while a forward or backward is running. Do it before or after."
         )
-    if with_grads:
+    if how.with_grads:
         state.check_reduced("Gradients are about to be made whole")
-    if state.is_fsdp1 and with_grads and not state.plan.use_orig_params:
-        raise UnsupportedCallError("with_grads=True needs use_orig_params=True: a flat parameter has one gradient.")
-    if not state.is_fsdp1:
-        state.before_writing()  # an evaluation leaves units gathered
-    places = _flat_units(module, recurse) if state.is_fsdp1 else _places(state, module, recurse)
+    places, showing = state.engine.show_whole(state, module, how)
     marks = {(id(owner), name) for owner, name in places}
     if marks & state.shown.keys():
         raise ShardStateError("These parameters are whole already. Leave the enclosing context first.")
-    keep = not rank0_only or place_in(state.mesh) == 0
-    showing = (
-        _flat_shown(state, module, recurse, writeback, rank0_only, cpu_offload, with_grads)
-        if state.is_fsdp1
-        else _shown(state, places, keep, writeback, cpu_offload, with_grads)
-    )
+    keep = not how.rank0_only or place_in(state.mesh) == 0
     with showing:
         state.shown |= dict.fromkeys(marks, keep)
         try:
@@ -115,42 +85,24 @@ def whole_params_in(
             state.shown = {mark: here for mark, here in state.shown.items() if mark not in marks}
 
 
-@contextmanager
-def _flat_shown(
-    state: ShardedModel,
-    module: nn.Module,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    cpu_offload: bool,
-    with_grads: bool,
-) -> Iterator[None]:
-    root = state.module
-    assert isinstance(root, FullyShardedDataParallel)
-    root.check_is_root()  # otherwise torch takes the part for a root of its own
-    # On a CPU device there is nothing to offload, and torch fails when it tries.
-    offload = cpu_offload and state.mesh.device_type != "cpu"
-    with FullyShardedDataParallel.summon_full_params(
-        module, recurse, writeback, rank0_only, offload_to_cpu=offload, with_grads=with_grads
-    ):
-        yield
+def show_dtensors(
+    state: ShardedModel, module: nn.Module, how: Showing
+) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
+    """See `mmfsdp.runtime.engine.Engine.show_whole`."""
+    state.before_writing()  # an evaluation leaves units gathered
+    places = _places(state, module, how.recurse)
+    return places, _dtensors_shown(state, places, how)
 
 
 @contextmanager
-def _shown(
-    state: ShardedModel,
-    places: list[tuple[nn.Module, str]],
-    keep: bool,
-    writeback: bool,
-    cpu_offload: bool,
-    with_grads: bool,
-) -> Iterator[None]:
+def _dtensors_shown(state: ShardedModel, places: list[tuple[nn.Module, str]], how: Showing) -> Iterator[None]:
     shards = [(owner, name, owner._parameters[name]) for owner, name in places]
     distinct: dict[int, Any] = {id(shard): shard for _, _, shard in shards}
+    keep = not how.rank0_only or place_in(state.mesh) == 0
     whole: dict[int, nn.Parameter] = {}
     with Waiting("making parameters whole"):
         for key, shard in distinct.items():
-            value = _whole(shard, cpu_offload, with_grads)
+            value = _whole(shard, how.cpu_offload, how.with_grads)
             if keep:
                 whole[key] = value
     try:
@@ -161,15 +113,9 @@ def _shown(
         state.before_writing()  # a forward inside leaves units gathered
         for owner, name, shard in shards if keep else ():
             setattr(owner, name, shard)
-        if writeback:
+        if how.writeback:
             for key, shard in distinct.items():
-                _write_back(whole[key], shard, with_grads)
-
-
-def _flat_units(module: nn.Module, recurse: bool) -> list[tuple[nn.Module, str]]:
-    """Return the units that torch makes whole."""
-    units: list[nn.Module] = [*FullyShardedDataParallel.fsdp_modules(module)]
-    return [(unit, "") for unit in units if recurse or unit is module]
+                _write_back(whole[key], shard, how.with_grads)
 
 
 def _places(state: ShardedModel, module: nn.Module, recurse: bool) -> list[tuple[nn.Module, str]]:

@@ -22,11 +22,12 @@ from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.averaged_parts import average_on_shards
 from mmfsdp.runtime.calls.unit_parts import UnitParts, parts_of_units
+from mmfsdp.runtime.engine import WrapRoot
 from mmfsdp.runtime.gathered.kept_params import named_references, replace_kept
 from mmfsdp.runtime.gathered.lost_writes import LostWrites
 from mmfsdp.runtime.gathered.recurrent_weights import leave_weights_in_place
 from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
-from mmfsdp.runtime.hooks import install_hooks, route_calls
+from mmfsdp.runtime.hooks import install_hooks
 from mmfsdp.runtime.ranks.buffers import keep_buffers_alike
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.sharding.activation import apply_activation_checkpointing
@@ -42,7 +43,6 @@ from mmfsdp.sharding.devices import (
     select_device_for_objects,
 )
 from mmfsdp.sharding.engines import ENGINES
-from mmfsdp.sharding.engines.engine import WrapRoot
 from mmfsdp.sharding.initialise import UnitPreparer
 from mmfsdp.sharding.materialise import InitFn
 
@@ -174,8 +174,8 @@ def _carry_out(
 
     def ready() -> UnitPreparer:
         check_supported(plan, device_mesh)
-        check_gradient_hooks(model, plan, is_sharded=False)
-        if plan.cpu_offload and plan.engine != "fsdp1":
+        check_gradient_hooks(model, plan, calls_some=False)
+        if plan.cpu_offload and not ENGINES[plan.engine].is_flat:
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         if plan.compile is not None:
             check_backend(plan.compile)
@@ -237,10 +237,9 @@ def _finished(
     parts: Iterable[UnitParts],
     former: Mapping[str, weakref.ref[nn.Parameter]],
 ) -> ShardedModel:
-    state = ShardedModel(sharded, plan, mesh, former.values())
+    state = ShardedModel(sharded, plan, mesh, ENGINES[plan.engine], former.values())
     replace_kept(sharded, former)
-    install_hooks(state, sharded)
-    route_calls(state, parts)
+    install_hooks(state, parts)
     if state.groups or state.is_fsdp1:
         average_on_shards(sharded)
         leave_weights_in_place(sharded)

@@ -11,7 +11,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.fsdp1.flat_params import is_flat_gathered
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
 __all__ = ["LocalView", "exchange", "exchanged"]
@@ -32,7 +31,7 @@ class LocalView:
         self._state = find_sharded_model(model)
         self._params: list[_Viewed] = []
         self._buffers: list[tuple[nn.Module, nn.Module, str]] = []
-        if self._state.is_fsdp1:
+        if not self._state.engine.shows_pieces(self._state):
             self._state.reshard()
         self._shards = {key: shard for key, (_, shard) in self._state.gathered().items()}
         self._tree = self._copy(self._state.module, {}, {})
@@ -42,7 +41,7 @@ class LocalView:
 
         Call `before_writing` before you write to it.
         """
-        if not self._state.is_fsdp1 or not is_flat_gathered(self._state.module):
+        if self._state.engine.shows_pieces(self._state):
             gathered = self._state.gathered()
             for viewed in self._params:
                 param = viewed.params[viewed.name]

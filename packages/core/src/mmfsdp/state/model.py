@@ -8,21 +8,19 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import place_in
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, share_page_cache
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
-from mmfsdp.runtime.fsdp1.flat_params import FlatPiece, flat_pieces
+from mmfsdp.runtime.fsdp1.flat_params import FlatPiece
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
-from mmfsdp.state.alike import check_alike, kind_of
-from mmfsdp.state.extra_states import EXTRA_STATE, is_extra, load_extra_states
-from mmfsdp.state.flat_load import fill_piece, piece_box
+from mmfsdp.state.alike import kind_of
+from mmfsdp.state.extra_states import is_extra, load_extra_states
+from mmfsdp.state.flat_load import fill_piece, load_by_torch, piece_box
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, locate, whole_box, whole_value
 from mmfsdp.state.replicas import Replicas, replicas_of
 from mmfsdp.state.report import LoadReport, agree, compare_shapes
@@ -56,7 +54,7 @@ def model_state_dict(
     state = find_sharded_model(model)
     if kind not in ("full", "sharded"):
         raise StateDictError(f"kind must be 'full' or 'sharded', got {kind!r}.")
-    sharded = _sharded(state)
+    sharded = state.engine.weights(state)
     if kind == "sharded":
         return sharded
     keep = not rank0_only or is_first_rank(state)
@@ -101,14 +99,10 @@ def load_model_state_dict(
         state_dict = {}
     state_dict, given = on_all_ranks(lambda: _examined(state_dict, state, from_rank0), scope)
     extra = given.extra
-    own_shards = state.is_fsdp1 and not from_rank0 and any_of(scope, "a shard" in given.kinds.values())
-    if own_shards:
-        check_alike(given.kinds, "the state dict", scope)
-    pieces: dict[str, FlatPiece] = {}
-    if state.is_fsdp1 and not own_shards:
-        state.reshard()
-        pieces = flat_pieces(state.module)
-    target = _in_order(state, {**pieces, **_not_flat(state, pieces)}) if pieces else _sharded(state)
+    target = state.engine.targets(state, None if from_rank0 else given.kinds)
+    by_torch = target is None
+    if target is None:
+        target = state.engine.weights(state)
     offered = broadcast_object(scope, given.offers) if from_rank0 else given.offers
     shapes = {name: _shape(name, into) for name, into in target.items()}
     found = compare_shapes(shapes, {name: shape for name, (shape, _) in offered.items()})
@@ -117,7 +111,6 @@ def load_model_state_dict(
     if from_rank0:
         _fill_from_first(names, state_dict, offered, target, state)
     else:
-        by_torch = state.is_fsdp1 and not pieces
         wanted = names if by_torch else on_all_ranks(lambda: _without_twins(names, state_dict, state), scope)
         stored = [name for name in wanted if name in given.stored]
         replicas = {}
@@ -128,7 +121,7 @@ def load_model_state_dict(
         whole_extra = [(value, whole_box(value)) for value in extra.values() if isinstance(value, LazyTensor)]
         locate([*((given.stored[name], boxes.get(name)) for name in stored), *whole_extra], scope)
         if by_torch:
-            _load_fsdp1(state, _sources(state, names, state_dict, target))
+            load_by_torch(state, names, state_dict, target)
         else:
 
             def fill() -> None:
@@ -272,64 +265,6 @@ def _fill_from_first(
             raise failure
 
     on_all_ranks(tell, scope)
-
-
-def _sources(
-    state: ShardedModel, names: list[str], state_dict: Mapping[str, Any], target: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the values that torch's own load for FSDP1 needs. Collective: every rank."""
-    source = on_all_ranks(lambda: {name: whole_value(state_dict[name]) for name in names}, state.scope)
-    if state.plan.use_orig_params:
-        return source
-    # A flat parameter is loaded as a whole.
-    return {name: source[name] if name in source else whole(into) for name, into in target.items()}
-
-
-def _sharded(state: ShardedModel) -> dict[str, Any]:
-    state.reshard()
-    if not state.is_fsdp1:
-        return dict(state.module.state_dict())
-    try:
-        return dict(get_model_state_dict(state.module))
-    except AttributeError as error:  # torch looks for the extra state of a wrapped module as an attribute
-        if EXTRA_STATE not in str(error):
-            raise
-        raise StateDictError(
-            "With engine 'fsdp1' torch cannot save the extra state (get_extra_state) of a module that is a shard unit "
-            "itself. Write engine 'fsdp2', or a wrap policy whose units contain that module."
-        ) from error
-
-
-def _not_flat(state: ShardedModel, pieces: Mapping[str, FlatPiece]) -> dict[str, Any]:
-    """Return what a state dict of engine ``fsdp1`` holds beside flat parameters: whole ones, buffers, extra states."""
-    found: dict[str, Any] = {}
-    for prefix, module in state.module.named_modules(remove_duplicate=False):
-        start = clean_fqn(f"{prefix}.") if prefix else ""
-        persistent = {
-            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        for own, value in {**module._parameters, **persistent}.items():
-            name = clean_fqn(start + own)
-            if value is not None and own != "_flat_param" and name not in pieces:
-                found[name] = value
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[start + EXTRA_STATE] = None
-    return found
-
-
-def _in_order(state: ShardedModel, found: dict[str, Any]) -> dict[str, Any]:
-    """Return values in the unsharded model's order, for messages; values that are not parameters come last."""
-    params = [name for param in state.plan.params_in_order() for name in (param.fqn, *param.aliases)]
-    return {name: found[name] for name in (*(name for name in params if name in found), *found)}
-
-
-def _load_fsdp1(state: ShardedModel, source: dict[str, Any]) -> None:
-    full = {name: value for name, value in source.items() if not isinstance(value, DTensor)}
-    sharded = {name: value for name, value in source.items() if isinstance(value, DTensor)}
-    parts: list[tuple[dict[str, Any], bool]] = [(full, True), (sharded, False)]
-    for values, is_full in parts:
-        if values:
-            set_model_state_dict(state.module, values, options=StateDictOptions(full_state_dict=is_full, strict=False))
 
 
 def _shape(name: str, value: Any) -> tuple[int, ...] | None:

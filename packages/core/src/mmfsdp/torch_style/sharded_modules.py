@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from mmfsdp.errors import ShardStateError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model, live_models
@@ -22,7 +21,7 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         root_only: Return only roots.
     """
     within = models_in(module) or part_of(module)
-    units = {id(unit) for state in within for unit in _units(state)}
+    units = {id(unit) for state in within for unit in state.engine.units(state)}
     found: list[nn.Module] = []
     seen: set[int] = set()
     for part in module.modules():
@@ -51,9 +50,3 @@ def _state_of(module: nn.Module) -> ShardedModel | None:
         return find_sharded_model(module)
     except ShardStateError:
         return None
-
-
-def _units(state: ShardedModel) -> list[nn.Module]:
-    if state.is_fsdp1:
-        return [*TorchFSDP.fsdp_modules(state.module)]
-    return [state.module.get_submodule(unit.fqn) for unit in state.plan.units]

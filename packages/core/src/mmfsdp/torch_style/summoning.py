@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch.nn as nn
 
+from mmfsdp.runtime.engine import Showing
 from mmfsdp.runtime.whole_params import whole_params_in
 from mmfsdp.torch_style.sharded_modules import models_in, part_of
 
@@ -38,19 +39,10 @@ def summon_full_params(
         ShardStateError: A forward or backward is running, or the parameters are shown whole already.
         LostRankError: Not all ranks called it.
     """
+    how = Showing(recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     with ExitStack() as stack:
         whole_models = models_in(module)
         for state in whole_models or part_of(module):
-            stack.enter_context(
-                whole_params_in(
-                    state,
-                    # The wrapper is the root, as torch sees it.
-                    state.module if whole_models else module,
-                    recurse=recurse,
-                    writeback=writeback,
-                    rank0_only=rank0_only,
-                    cpu_offload=offload_to_cpu,
-                    with_grads=with_grads,
-                )
-            )
+            # The wrapper is the root, as torch sees it.
+            stack.enter_context(whole_params_in(state, state.module if whole_models else module, how))
         yield

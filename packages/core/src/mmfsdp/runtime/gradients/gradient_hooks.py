@@ -11,7 +11,7 @@ from mmfsdp.planning.schema import ShardPlan
 __all__ = ["check_gradient_hooks"]
 
 
-def check_gradient_hooks(model: nn.Module, plan: ShardPlan, *, is_sharded: bool) -> None:
+def check_gradient_hooks(model: nn.Module, plan: ShardPlan, *, calls_some: bool) -> None:
     """Check that hooks on parameters, such as one that masks a gradient, will be called. Not collective.
 
     ``fully_shard`` and FSDP1 compute with gathered copies, whose gradients autograd hands to nobody else. Only what
@@ -20,14 +20,13 @@ def check_gradient_hooks(model: nn.Module, plan: ShardPlan, *, is_sharded: bool)
     Args:
         model: The model, before or after it was sharded.
         plan: Its plan.
-        is_sharded: Whether it has been sharded.
+        calls_some: Whether its parameters are shards of ``fully_shard`` already.
 
     Raises:
         ShardStateError: A parameter of a shard unit has hooks that are never called.
     """
     in_units = {param.fqn for unit in plan.units for param in unit.params}
     # torch has no public way to ask for hooks; both attributes are older than FSDP2.
-    calls_some = is_sharded and plan.engine != "fsdp1"
     kinds = ("_backward_hooks",) if calls_some else ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [
         name

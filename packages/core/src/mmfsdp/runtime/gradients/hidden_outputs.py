@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from mmfsdp.runtime.fsdp1.flat_backwards import show_outputs
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_copies
 from mmfsdp.runtime.torch_fsdp2.iterations import begin_backward, reduce_at_end
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, unsubscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 
-__all__ = ["HiddenOutputs", "ReduceAlways", "tensors_in"]
+__all__ = ["HiddenOutputs", "ReduceAlways", "show_tensors", "tensors_in"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, ModuleType, nn.Module)
 _DEPTH, _MOST = 8, 2000  # of nested objects, and of objects in one search
@@ -69,10 +67,13 @@ class HiddenOutputs:
     Args:
         module: The module that was given to ``fully_shard``, or the FullyShardedDataParallel around the unit.
         owned: All modules of the unit.
+        show: ``(module, tensors)``, makes the backward of tensors gather the unit.
     """
 
-    def __init__(self, module: nn.Module, owned: Iterable[nn.Module]) -> None:
-        self._module = weakref.ref(module)
+    def __init__(
+        self, module: nn.Module, owned: Iterable[nn.Module], show: Callable[[Any, Sequence[torch.Tensor]], None]
+    ) -> None:
+        self._module, self._show = weakref.ref(module), show
         self._owned = [weakref.ref(part) for part in owned]
         self._looks = 0
         self._keepers: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -93,11 +94,7 @@ class HiddenOutputs:
         shown = {id(leaf) for leaf in tree_leaves((args, output))}
         before, self._hooked = self._hooked, {id(tensor): weakref.ref(tensor) for tensor in found}
         new = [tensor for tensor in found if id(tensor) not in shown and not _is_in(before, tensor)]
-        if isinstance(module, FullyShardedDataParallel):
-            show_outputs(module, new)
-            return
-        for tensor in new:
-            tensor.register_hook(partial(_begin, weakref.ref(module)))
+        self._show(module, new)
 
     def _kept(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that modules of the unit keep: wherever some were found in the first forwards."""
@@ -125,6 +122,12 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 def _is_in(known: Mapping[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
     return id(tensor) in known and known[id(tensor)]() is tensor
+
+
+def show_tensors(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Make the backward of tensors gather the unit of a module that was given to ``fully_shard``."""
+    for tensor in tensors:
+        tensor.register_hook(partial(_begin, weakref.ref(module)))
 
 
 def _begin(module: weakref.ref[nn.Module], grad: torch.Tensor) -> None:

@@ -142,8 +142,10 @@ def _value(state: ShardedModel, name: str) -> Any:
 def _is_in_pieces(state: ShardedModel, name: str) -> bool:
     """Return whether a module that expects the whole parameter sees only a shard, or nothing."""
     value = _value(state, name)
-    if not state.is_fsdp1 or not isinstance(value, torch.Tensor):
-        return isinstance(value, DTensor) or state.is_fsdp1
+    if isinstance(value, DTensor):
+        return True
+    if not isinstance(value, torch.Tensor):
+        return state.is_fsdp1
     [shape] = [param.shape for param in state.plan.all_params() if name in _names_of(param)]
     # With use_orig_params=False it is a view of memory that was freed.
     return value.shape != shape or value.untyped_storage().size() < value.numel() * value.element_size()

@@ -101,7 +101,7 @@ def _learn(optimizer: Optimizer, count: int) -> _Known:
 
 
 def _check_first_step(optimizer: Optimizer, model: ShardedModel) -> None:
-    check_gradient_hooks(model.module, model.plan, is_sharded=True)
+    check_gradient_hooks(model.module, model.plan, calls_some=not model.is_fsdp1)
     if not model.plan.needs_grad_scaler:
         return
     scaler = _grad_scaler()

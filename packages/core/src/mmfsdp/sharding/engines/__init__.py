@@ -1,10 +1,9 @@
 """The engines, which carry out a plan."""
 
-from mmfsdp.sharding.engines.engine import Engine
+from mmfsdp.runtime.engine import Engine
 from mmfsdp.sharding.engines.fsdp1 import Fsdp1Engine
-from mmfsdp.sharding.engines.fsdp2 import Fsdp2Engine
-from mmfsdp.sharding.engines.replicate import ReplicateEngine
+from mmfsdp.sharding.engines.fsdp2 import Fsdp2Engine, ReplicateEngine
 
-__all__ = ["ENGINES", "Engine", "Fsdp1Engine", "Fsdp2Engine", "ReplicateEngine"]
+__all__ = ["ENGINES", "Fsdp1Engine", "Fsdp2Engine", "ReplicateEngine"]
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Fsdp2Engine(), Fsdp1Engine(), ReplicateEngine())}

@@ -1,6 +1,10 @@
-"""The default engine: torch's ``fully_shard`` on every unit of the plan, children before parents."""
+"""The engines with DTensors: torch's ``fully_shard`` on every unit of the plan, children before parents."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from mmfsdp.basics.dtypes import is_floating_point, to_torch
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
@@ -22,21 +27,28 @@ from mmfsdp.planning.policies.matching import own_parameters
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.calls.casting import compute_in_full_precision
+from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.calls.unit_parts import UnitParts
+from mmfsdp.runtime.engine import Engine, OptimizerStates, PrepareUnit, Showing, WrapRoot
+from mmfsdp.runtime.hooks import watch_shards
+from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.torch_fsdp2.gathering import shard_versions
+from mmfsdp.runtime.torch_fsdp2.iterations import begin_root, discard_iteration
 from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
 from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
+from mmfsdp.runtime.whole_params import show_dtensors
 from mmfsdp.sharding.compiling import compile_unit
-from mmfsdp.sharding.engines.engine import PrepareUnit, WrapRoot
+from mmfsdp.state.optimizers.dtensor_optimizer import DTensorStates
 
-__all__ = ["Fsdp2Engine"]
+__all__ = ["Fsdp2Engine", "ReplicateEngine"]
 
 
-class Fsdp2Engine:
+class Fsdp2Engine(Engine):
     """Shards with DTensors, so names, shapes and gradients stay those of the model."""
 
-    name = "fsdp2"
+    name, is_flat = "fsdp2", False
 
     def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
-        """See `Engine.unsupported`."""
         problems = []
         if not plan.use_orig_params:
             problems.append("use_orig_params=False needs engine 'fsdp1'.")
@@ -88,6 +100,72 @@ class Fsdp2Engine:
                 _keep_class_name(module)
         _set_prefetching(model, plan, first_called)
         return model
+
+    def watch(self, state: ShardedModel, gates: Sequence[tuple[UnitParts, UnitGate]]) -> None:
+        watch_shards(state, gates)
+
+    def begin_root(self, state: ShardedModel) -> None:
+        begin_root(_root(state))
+
+    def set_sync(self, state: ShardedModel, sync: bool) -> None:
+        _root(state).set_requires_gradient_sync(sync)
+
+    def version(self, state: ShardedModel) -> int | None:
+        return shard_versions(state.groups)
+
+    def discard_forward(self, state: ShardedModel) -> None:
+        discard_iteration(_root(state))
+        self.free(state)
+
+    def free(self, state: ShardedModel) -> None:
+        for group in state.groups:
+            group.reshard()
+
+    def clip(self, state: ShardedModel, max_norm: float, norm_type: float) -> torch.Tensor | None:
+        return None
+
+    def units(self, state: ShardedModel) -> list[nn.Module]:
+        return [state.module.get_submodule(unit.fqn) for unit in state.plan.units]
+
+    def show_whole(
+        self, state: ShardedModel, module: nn.Module, how: Showing
+    ) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
+        return show_dtensors(state, module, how)
+
+    def shows_pieces(self, state: ShardedModel) -> bool:
+        return True
+
+    def weights(self, state: ShardedModel) -> dict[str, Any]:
+        state.reshard()
+        return dict(state.module.state_dict())
+
+    def targets(self, state: ShardedModel, kinds: Mapping[str, str] | None) -> dict[str, Any] | None:
+        return self.weights(state)
+
+    def optimizer_states(self, state: ShardedModel, optimizer: Optimizer) -> OptimizerStates:
+        return DTensorStates(state, optimizer)
+
+
+class ReplicateEngine(Fsdp2Engine):
+    """Every rank holds everything and gradients are averaged, as with DDP.
+
+    It is ``fully_shard`` on a mesh whose shard groups have one rank each: public API, and mixed precision, clipping,
+    accumulation and state dicts work as they do when sharded.
+    """
+
+    name = "replicate"
+
+    def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
+        problems = super().unsupported(plan, device_type)
+        if plan.mesh.shard != 1:
+            problems.append(f"a mesh of {plan.mesh} shards; plan with strategy 'NO_SHARD'.")
+        return problems
+
+
+def _root(state: ShardedModel) -> FSDPModule:
+    root = state.module
+    assert isinstance(root, FSDPModule)
+    return root
 
 
 def _reshard(unit: ShardUnit, plan: ShardPlan) -> bool | int | None:

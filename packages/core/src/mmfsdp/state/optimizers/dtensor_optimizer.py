@@ -16,60 +16,74 @@ from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box, box_of
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, whole_box, whole_value
+from mmfsdp.state.optimizers import named_optimizer
 from mmfsdp.state.optimizers.compressed import COMPRESSED, first_state, names_of_compressed, recompress
 
-__all__ = ["boxes_to_read", "names_in_groups", "placed_state", "stored_values"]
+__all__ = ["DTensorStates", "stored_values"]
 
 
-def names_in_groups(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    """Return the FQNs of each param group. Not collective."""
-    names = {id(param): fqn for fqn, param in state.module.named_parameters()}
-    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+class DTensorStates:
+    """The state of an optimizer whose parameters are DTensors; see `mmfsdp.runtime.engine.OptimizerStates`."""
+
+    is_flat = False
+
+    def __init__(self, state: ShardedModel, optimizer: Optimizer) -> None:
+        self._state, self._optimizer = state, optimizer
+
+    def names_in_groups(self) -> list[list[str]]:
+        names = {id(param): fqn for fqn, param in self._state.module.named_parameters()}
+        return [[names[id(param)] for param in group["params"]] for group in self._optimizer.param_groups]
+
+    def by_name(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        return named_optimizer.by_name(self.by_place(own_form), self.names_in_groups())
+
+    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {**(self._optimizer.state_dict() if own_form is None else own_form)}
+
+    def boxes(self, fitting: Mapping[str, Any]) -> Iterator[tuple[LazyTensor, Box]]:
+        at = _params_by_place(self._optimizer, fitting)
+        for place, entries in fitting["state"].items():
+            for name, entry in entries.items():
+                for _, value in nested_values("", entry):
+                    if isinstance(value, LazyTensor):
+                        is_like = name != MATRICES and place in at and value.shape == at[place].shape
+                        yield value, box_of(at[place]) if is_like else whole_box(value)
+
+    def to_load(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
+        at = _params_by_place(self._optimizer, fitting)
+        group_of = {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
+        compressed = names_of_compressed(fitting)
+
+        def place_entries(param: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+            placed = {
+                name: map_values(partial(_placed, param=None if name == MATRICES else param), value)
+                for name, value in entries.items()
+            }
+            names = [name for name in compressed if isinstance(placed.get(name), torch.Tensor)]
+            first = first_state(self._optimizer, group_of[id(param)], param) if names else {}
+            return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
+
+        def place_all() -> dict[Any, dict[str, Any]]:
+            placed = {place: place_entries(at[place], entries) for place, entries in fitting["state"].items()}
+            check_unchanged(stored_values(fitting))
+            return placed
+
+        rest = {key: value for key, value in fitting.items() if key != COMPRESSED}
+        return {**rest, "state": on_all_ranks(place_all, self._state.scope)}
+
+    def load(self, fitting: Mapping[str, Any]) -> None:
+        placed = self.to_load(fitting)
+        on_all_ranks(lambda: self._optimizer.load_state_dict(placed), self._state.scope)
 
 
-def stored_values(fitting: Mapping[str, Any]) -> list[tuple[Any, LazyTensor]]:
-    """Return the lazy tensors of a state, also those within lists and dicts, each with the place of its parameter."""
+def stored_values(fitting: Mapping[str, Any]) -> list[LazyTensor]:
+    """Return the lazy tensors of a state, also those within lists and dicts."""
     return [
-        (place, leaf)
-        for place, entries in fitting["state"].items()
+        leaf
+        for entries in fitting["state"].values()
         for _, leaf in nested_values("", entries)
         if isinstance(leaf, LazyTensor)
     ]
-
-
-def boxes_to_read(optimizer: Optimizer, fitting: Mapping[str, Any]) -> Iterator[tuple[LazyTensor, Box]]:
-    """Yield the lazy tensors of a fitting state, each with the box that this rank reads of it. Not collective."""
-    at = _params_by_place(optimizer, fitting)
-    for place, entries in fitting["state"].items():
-        for name, entry in entries.items():
-            for _, value in nested_values("", entry):
-                if isinstance(value, LazyTensor):
-                    is_like = name != MATRICES and place in at and value.shape == at[place].shape
-                    yield value, box_of(at[place]) if is_like else whole_box(value)
-
-
-def placed_state(state: ShardedModel, optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fitting state with this rank's part of its tensors. Collective: every rank."""
-    at = _params_by_place(optimizer, fitting)
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    compressed = names_of_compressed(fitting)
-
-    def place_entries(param: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-        placed = {
-            name: map_values(partial(_placed, param=None if name == MATRICES else param), value)
-            for name, value in entries.items()
-        }
-        names = [name for name in compressed if isinstance(placed.get(name), torch.Tensor)]
-        first = first_state(optimizer, group_of[id(param)], param) if names else {}
-        return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
-
-    def place_all() -> dict[Any, dict[str, Any]]:
-        placed = {place: place_entries(at[place], entries) for place, entries in fitting["state"].items()}
-        check_unchanged(value for _, value in stored_values(fitting))
-        return placed
-
-    rest = {key: value for key, value in fitting.items() if key != COMPRESSED}
-    return {**rest, "state": on_all_ranks(place_all, state.scope)}
 
 
 def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:

@@ -17,73 +17,96 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.basics.torch_releases import start_adagrad
 from mmfsdp.collective.steps import any_of, on_all_ranks
 from mmfsdp.errors import StateDictError
+from mmfsdp.runtime.dtensors import Box
 from mmfsdp.runtime.fsdp1.flat_params import flat_params
 from mmfsdp.runtime.refusals.guards import unwatched
 from mmfsdp.runtime.sharded_model import ShardedModel
-from mmfsdp.state.lazy_tensors import whole_value
+from mmfsdp.state.lazy_tensors import LazyTensor, whole_box, whole_value
+from mmfsdp.state.optimizers.compressed import compress_state, names_of_compressed
+from mmfsdp.state.optimizers.dtensor_optimizer import stored_values
 
-__all__ = ["flat_state_to_load", "groups_by_name", "state_by_name", "state_by_place"]
-
-
-def groups_by_name(state: ShardedModel, optimizer: Optimizer) -> list[list[str]]:
-    """Return the FQNs of each param group, in the plain optimizer's order. Collective: every rank."""
-    return [group["params"] for group in state_by_name(state, optimizer)["param_groups"]]
+__all__ = ["FlatStates"]
 
 
-def state_by_place(
-    state: ShardedModel, optimizer: Optimizer, own_form: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the sharded optimizer state in the plain optimizer's format. Collective: every rank.
+class FlatStates:
+    """The state of an optimizer of flat parameters; see `mmfsdp.runtime.engine.OptimizerStates`."""
 
-    See `state_by_name`.
-    """
-    named = state_by_name(state, optimizer, own_form)
-    places: dict[str, int] = {}
-    groups = []
-    for group in named["param_groups"]:
-        places |= {fqn: place for place, fqn in enumerate(group["params"], len(places))}
-        groups.append({**group, "params": [places[fqn] for fqn in group["params"]]})
-    values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
-    return {"state": dict(sorted(values.items())), "param_groups": groups}
+    is_flat = True
 
+    def __init__(self, state: ShardedModel, optimizer: Optimizer) -> None:
+        self._state, self._optimizer = state, optimizer
 
-def flat_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict()`` takes on this rank. Collective: every rank.
+    def names_in_groups(self) -> list[list[str]]:
+        return [group["params"] for group in self.by_name(None)["param_groups"]]
 
-    Args:
-        state: The model's state.
-        optimizer: Built from the model's parameters. Not changed.
-        state_dict: The plain optimizer's format, whole or sharded, known to fit.
-    """
-    named = _named(state, optimizer, state_dict)
-    is_full = _is_full(named)
-    start_adagrad(optimizer)
-    fresh = not any_of(state.scope, bool(optimizer.state))
-    if named["state"]:
+    def by_name(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        state, optimizer = self._state, self._optimizer
+        if own_form is not None:
+            with _state_dict_type(state, StateDictType.SHARDED_STATE_DICT):
+                given = FullyShardedDataParallel.optim_state_dict(state.module, optimizer, dict(own_form))
+            return _in_order(state, optimizer, given)
+        start_adagrad(optimizer)
+        fresh = not any_of(state.scope, bool(optimizer.state))
         with unwatched(), _initialised(state, optimizer):
-            named = _filled(state, optimizer, named, StateDictOptions(full_state_dict=is_full))
-        if fresh:
-            optimizer.state.clear()
-    with _state_dict_type(state, StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT):
-        result: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(state.module, optimizer, named)
-    return result
+            named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
+            if fresh:
+                # torch has stepped the optimizer with zero gradients, which advances the step count.
+                optimizer.state.clear()
+                named["state"] = {}
+        return _in_order(state, optimizer, named)
 
+    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        named = self.by_name(own_form)
+        places: dict[str, int] = {}
+        groups = []
+        for group in named["param_groups"]:
+            places |= {fqn: place for place, fqn in enumerate(group["params"], len(places))}
+            groups.append({**group, "params": [places[fqn] for fqn in group["params"]]})
+        values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
+        return {"state": dict(sorted(values.items())), "param_groups": groups}
 
-def _named(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    fqn_at: dict[int, str] = {}
-    groups = []
-    for fqns, group in zip(groups_by_name(state, optimizer), state_dict["param_groups"], strict=True):
-        fqn_at |= dict(zip(group["params"], fqns, strict=True))
-        groups.append({**group, "params": fqns})
+    def boxes(self, fitting: Mapping[str, Any]) -> list[tuple[LazyTensor, Box]]:
+        return [(value, whole_box(value)) for value in stored_values(fitting)]
 
-    def read() -> dict[str, Any]:
-        return {
-            fqn_at[place]: {name: _own(value, f"{fqn_at[place]}.{name}") for name, value in entries.items()}
-            for place, entries in state_dict["state"].items()
-        }
+    def to_load(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
+        state, optimizer = self._state, self._optimizer
+        named = self._named(fitting)
+        is_full = _is_full(named)
+        start_adagrad(optimizer)
+        fresh = not any_of(state.scope, bool(optimizer.state))
+        if named["state"]:
+            with unwatched(), _initialised(state, optimizer):
+                named = _filled(state, optimizer, named, StateDictOptions(full_state_dict=is_full))
+            if fresh:
+                optimizer.state.clear()
+        with _state_dict_type(state, StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT):
+            result: dict[str, Any] = FullyShardedDataParallel.optim_state_dict_to_load(state.module, optimizer, named)
+        return result
 
-    values = on_all_ranks(read, state.scope)  # a disk may fail, or memory run out, on one rank
-    return {"state": values, "param_groups": groups}
+    def load(self, fitting: Mapping[str, Any]) -> None:
+        placed, names = self.to_load(fitting), names_of_compressed(fitting)
+
+        def load() -> None:
+            self._optimizer.load_state_dict(placed)
+            compress_state(self._optimizer, names)
+
+        on_all_ranks(load, self._state.scope)
+
+    def _named(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
+        fqn_at: dict[int, str] = {}
+        groups = []
+        for fqns, group in zip(self.names_in_groups(), fitting["param_groups"], strict=True):
+            fqn_at |= dict(zip(group["params"], fqns, strict=True))
+            groups.append({**group, "params": fqns})
+
+        def read() -> dict[str, Any]:
+            return {
+                fqn_at[place]: {name: _own(value, f"{fqn_at[place]}.{name}") for name, value in entries.items()}
+                for place, entries in fitting["state"].items()
+            }
+
+        values = on_all_ranks(read, self._state.scope)  # a disk may fail, or memory run out, on one rank
+        return {"state": values, "param_groups": groups}
 
 
 def _is_full(named: Mapping[str, Any]) -> bool:
@@ -106,31 +129,6 @@ def _own(value: Any, name: str) -> Any:
             "values."
         )
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
-
-
-def state_by_name(
-    state: ShardedModel, optimizer: Optimizer, own_form: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return torch's sharded state by FQN, groups in the plain optimizer's order. Collective: every rank.
-
-    Args:
-        state: The model's state.
-        optimizer: Built from the model's parameters.
-        own_form: What ``optimizer.state_dict()`` returned. Default: its current state.
-    """
-    if own_form is not None:
-        with _state_dict_type(state, StateDictType.SHARDED_STATE_DICT):
-            given = FullyShardedDataParallel.optim_state_dict(state.module, optimizer, dict(own_form))
-        return _in_order(state, optimizer, given)
-    start_adagrad(optimizer)
-    fresh = not any_of(state.scope, bool(optimizer.state))
-    with unwatched(), _initialised(state, optimizer):
-        named: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer))
-        if fresh:
-            # torch has stepped the optimizer with zero gradients, which advances the step count.
-            optimizer.state.clear()
-            named["state"] = {}
-    return _in_order(state, optimizer, named)
 
 
 def _in_order(state: ShardedModel, optimizer: Optimizer, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
 from mmfsdp.state.optimizers import named_optimizer
 from mmfsdp.state.optimizers.compressed import COMPRESSED, compressed_names, plain_value
-from mmfsdp.state.optimizers.engines import optimizer_engine
 from mmfsdp.state.optimizers.named_optimizer import REBUILD
 from mmfsdp.state.optimizers.savable import check_savable, may_belong
 from mmfsdp.state.optimizers.settings import check_same_class, check_same_moments, report_changed_settings
@@ -90,13 +89,13 @@ def _state_dict(
     param_names: bool,
 ) -> dict[str, Any]:
     compressed = _compressed(state, optimizer)
-    engine = optimizer_engine(state, optimizer)
+    states = state.engine.optimizer_states(state, optimizer)
     # Gathering needs them on the device, one at a time; the rest is done with them in CPU memory.
-    early = bool(compressed) and (kind == "sharded" or engine.is_flat)
-    own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not engine.is_flat) if early else None
-    sharded = engine.by_name(own_form) if by_name else engine.by_place(own_form)
+    early = bool(compressed) and (kind == "sharded" or states.is_flat)
+    own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not states.is_flat) if early else None
+    sharded = states.by_name(own_form) if by_name else states.by_place(own_form)
     if param_names and not by_name:
-        sharded = named_optimizer.with_names(sharded, engine.names_in_groups())
+        sharded = named_optimizer.with_names(sharded, states.names_in_groups())
     if compressed:
         sharded = {**sharded, COMPRESSED: compressed}
     if kind == "sharded":
@@ -119,7 +118,7 @@ def sharded_by_name(
     """
     _check_own(state, optimizer)
     with _shared(state, optimizer):
-        return optimizer_engine(state, optimizer).by_name(own_form)
+        return state.engine.optimizer_states(state, optimizer).by_name(own_form)
 
 
 def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_offload: bool) -> dict[str, Any]:
@@ -177,7 +176,7 @@ def prepare_optim_load(model: nn.Module, optimizer: Optimizer, state_dict: Mappi
     def load() -> None:
         if state.scope.is_first:
             report_changed_settings(fitting["param_groups"], optimizer)
-        optimizer_engine(state, optimizer).load(fitting)
+        state.engine.optimizer_states(state, optimizer).load(fitting)
 
     return load
 
@@ -194,7 +193,7 @@ def optim_state_to_load(state: ShardedModel, optimizer: Optimizer, state_dict: M
         StateDictError: Param groups, parameters or shapes do not fit; raised on every rank.
         ShardStateError: See `optim_state_dict`; raised on every rank.
     """
-    return optimizer_engine(state, optimizer).to_load(_fitting(state, optimizer, state_dict))
+    return state.engine.optimizer_states(state, optimizer).to_load(_fitting(state, optimizer, state_dict))
 
 
 def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,8 +201,8 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
     # On each rank, as the files of ranks may differ; and before any call of torch that waits for all ranks.
     on_all_ranks(lambda: _check_form(state_dict), state.scope)
     _check_own(state, optimizer)
-    engine = optimizer_engine(state, optimizer)
-    groups = engine.names_in_groups()
+    states = state.engine.optimizer_states(state, optimizer)
+    groups = states.names_in_groups()
     shapes = {param.fqn: param.shape for param in state.plan.all_params()}
 
     def check() -> dict[str, Any]:
@@ -215,14 +214,14 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
 
     fitting = on_all_ranks(check, state.scope)
     kinds = {
-        f"{place}.{name}": kind_of(value, tells_shards=engine.is_flat)
+        f"{place}.{name}": kind_of(value, tells_shards=states.is_flat)
         for place, entries in fitting["state"].items()
         for name, value in entries.items()
     }
     check_alike(kinds, "the optimizer's state", state.scope)
     check_same_moments(fitting["state"].values(), optimizer)  # by now the same on all ranks
     settings = [leaf for _, leaf in nested_values("", fitting["param_groups"]) if isinstance(leaf, LazyTensor)]
-    locate([*engine.boxes(fitting), *((value, whole_box(value)) for value in settings)], state.scope)
+    locate([*states.boxes(fitting), *((value, whole_box(value)) for value in settings)], state.scope)
 
     def read_settings() -> Any:  # a learning rate may be a tensor
         return map_values(whole_value, fitting["param_groups"])

@@ -1,0 +1,174 @@
+"""The interface of an engine: what it applies to a model, how that trains, and what is stored of it.
+
+`mmfsdp.sharding.engines` holds the engines. A sharded model keeps its own in ``ShardedModel.engine``; code asks that
+object instead of comparing names and classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from mmfsdp.planning.plan_records import ShardUnit
+from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.calls.unit_parts import UnitParts
+from mmfsdp.runtime.dtensors import Box
+
+if TYPE_CHECKING:
+    from mmfsdp.runtime.sharded_model import ShardedModel
+
+__all__ = ["Engine", "OptimizerStates", "PrepareUnit", "Showing", "WrapRoot"]
+
+PrepareUnit = Callable[[ShardUnit], None]
+"""Called by the engine right before it shards a unit; then its weights are on the device and equal on all ranks."""
+
+WrapRoot = Callable[[nn.Module, Mapping[str, Any]], nn.Module]
+"""Makes FSDP1's wrapper around the root from its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """How whole parameters are shown; see `mmfsdp.full_params`."""
+
+    recurse: bool
+    """Show all parameters below a module; otherwise only those of its own unit, and none if it is not a unit."""
+    writeback: bool
+    rank0_only: bool
+    cpu_offload: bool
+    with_grads: bool
+
+
+class OptimizerStates(Protocol):
+    """The state of one optimizer of one sharded model.
+
+    Collective, every rank, except for `boxes`. A fitting state is by position, and known to fit the optimizer.
+    Arguments called ``own_form`` are what ``optimizer.state_dict()`` returned, by default its current state.
+    """
+
+    is_flat: bool
+    """Whether torch gathers flat pieces: they stay on the device until then, and ranks must give values of one kind."""
+
+    def names_in_groups(self) -> list[list[str]]:
+        """Return the FQNs of each param group, in the plain optimizer's order."""
+        ...
+
+    def by_name(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the state by FQN, each rank's own part as DTensors."""
+        ...
+
+    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the state by position, each rank's own part as DTensors."""
+        ...
+
+    def boxes(self, fitting: Mapping[str, Any]) -> Iterable[tuple[Any, Box]]:
+        """Return the lazy tensors of a state, each with the box that this rank needs."""
+        ...
+
+    def to_load(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``optimizer.load_state_dict()`` takes on this rank."""
+        ...
+
+    def load(self, fitting: Mapping[str, Any]) -> None:
+        """Load a fitting state."""
+        ...
+
+
+class Engine(Protocol):
+    """One way to shard. It keeps nothing: one object serves all models, whose states the methods take.
+
+    No method is collective unless it says so.
+    """
+
+    name: str
+    is_flat: bool
+    """Whether parameters are pieces of flat parameters, which no rank can tell apart; otherwise they are DTensors."""
+
+    def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
+        """Return what this engine cannot do of ``plan``, as sentences that say what to write instead."""
+        ...
+
+    def apply(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        prepare: PrepareUnit,
+        wrap_root: WrapRoot | None = None,
+    ) -> nn.Module:
+        """Shard ``model`` and return the module to call. Collective: every rank of ``mesh``.
+
+        Args:
+            model: The model that the plan was made for; changed in place.
+            plan: The plan to apply.
+            mesh: ``('shard',)`` or ``('replicate', 'shard')``, of the plan's shape.
+            prepare: Must be called for each unit, in the plan's order, right before sharding it.
+            wrap_root: Only for FSDP1, whose root is an object around the model.
+        """
+        ...
+
+    def watch(self, state: ShardedModel, gates: Sequence[tuple[UnitParts, UnitGate]]) -> None:
+        """Install the hooks that a new sharded model of this engine needs, and attach a gate to each unit."""
+        ...
+
+    def begin_root(self, state: ShardedModel) -> None:
+        """Make torch take the model as the root, and not the first unit that runs."""
+        ...
+
+    def set_sync(self, state: ShardedModel, sync: bool) -> None:
+        """Make the backward of the coming forward reduce gradients or not, other than that of the last one."""
+        ...
+
+    def version(self, state: ShardedModel) -> int | None:
+        """Return a number that changes when shards are written; None if no unit may stay gathered after a forward."""
+        ...
+
+    def discard_forward(self, state: ShardedModel) -> None:
+        """Make training possible after a forward that raised."""
+        ...
+
+    def free(self, state: ShardedModel) -> None:
+        """Free all gathered parameters."""
+        ...
+
+    def clip(self, state: ShardedModel, max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """Clip flat parameters, and return the norm. Collective. None if gradients are clipped like any other's."""
+        ...
+
+    def units(self, state: ShardedModel) -> list[nn.Module]:
+        """Return the modules that are shard units."""
+        ...
+
+    def show_whole(
+        self, state: ShardedModel, module: nn.Module, how: Showing
+    ) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
+        """Return where parameters will be whole, owners with own names, and what makes them so. Collective."""
+        ...
+
+    def shows_pieces(self, state: ShardedModel) -> bool:
+        """Tell whether every parameter, as it is registered or as `ShardedModel.gathered` has it, is a rank's part."""
+        ...
+
+    def weights(self, state: ShardedModel) -> dict[str, Any]:
+        """Return the sharded state dict of the model. Collective: every rank."""
+        ...
+
+    def targets(self, state: ShardedModel, kinds: Mapping[str, str] | None) -> dict[str, Any] | None:
+        """Return what a load writes to, by FQN; None if only torch's own load can. Collective: every rank.
+
+        Args:
+            state: The model's state.
+            kinds: Whether each given value is whole or a shard; None if all are whole.
+        """
+        ...
+
+    def optimizer_states(self, state: ShardedModel, optimizer: Optimizer) -> OptimizerStates:
+        """Return what saves and loads an optimizer that was built from the model's parameters."""
+        ...
