@@ -19,7 +19,7 @@ from mmfsdp.runtime import training
 from mmfsdp.runtime.calls.unit_gates import UnitGate
 from mmfsdp.runtime.gathered.lost_writes import LostWrites
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
-from mmfsdp.runtime.gradients.second_order import RefuseSecondOrder
+from mmfsdp.runtime.gradients.graph_inputs import RefuseSecondOrder
 from mmfsdp.runtime.refusals import guards
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.testing import run_ranks

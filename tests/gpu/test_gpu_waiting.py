@@ -67,7 +67,7 @@ def test_no_step_synchronises(tmp_path: Path, config: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_a_message_to_a_gpu_waits_for_nothing(device: torch.device) -> None:
     """What two ranks do with it, on one GPU: there and back while the debug mode forbids waiting."""
-    from mmfsdp.runtime.gradients.messages import Message
+    from mmfsdp.runtime.gradients.agreement import Message
 
     Message(bytearray(b"\1\2\3"), device, [dist.group.WORLD]).read()  # makes the pinned memory
     torch.cuda.synchronize()

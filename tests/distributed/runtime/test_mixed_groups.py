@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import mmfsdp
-from mmfsdp.runtime.gradients.mixed_groups import is_mixed
+from mmfsdp.runtime.refusals.guards import is_mixed
 from mmfsdp.testing import run_ranks
 
 WHOLE = {"wrap": BLOCKS, "sharding": {"ignored_parameters": ["head.*", "blocks.0.*.bias"]}}

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmfsdp
 from mmfsdp.errors import RankMismatchError
-from mmfsdp.runtime.gradients.messages import Message
+from mmfsdp.runtime.gradients.agreement import Message
 from mmfsdp.testing import run_ranks
 
 STEPS = 4

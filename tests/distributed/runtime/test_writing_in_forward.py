@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mmfsdp
 from mmfsdp import sharded_params
 from mmfsdp.errors import ShardStateError, UnsupportedCallError
-from mmfsdp.runtime.averaged_parts import average_on_shards
+from mmfsdp.runtime.sharded_params import average_on_shards
 from mmfsdp.testing import run_ranks
 
 HALF = get_ema_multi_avg_fn(0.5)

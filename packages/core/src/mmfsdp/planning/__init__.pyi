@@ -1,7 +1,7 @@
+from mmfsdp.planning.memory.estimate import OPTIMIZERS as OPTIMIZERS
 from mmfsdp.planning.memory.estimate import MemoryEstimate as MemoryEstimate
 from mmfsdp.planning.memory.estimate import estimate_memory as estimate_memory
-from mmfsdp.planning.memory.optimizers import OPTIMIZERS as OPTIMIZERS
-from mmfsdp.planning.memory.optimizers import optimizer_named as optimizer_named
+from mmfsdp.planning.memory.estimate import optimizer_named as optimizer_named
 from mmfsdp.planning.plan_records import ActivationPlan as ActivationPlan
 from mmfsdp.planning.plan_records import BufferEntry as BufferEntry
 from mmfsdp.planning.plan_records import MeshSpec as MeshSpec

@@ -15,7 +15,7 @@ from mmfsdp.config.synonyms import advice_for
 from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
-from mmfsdp.planning.compiling import compile_plan, compiled_already
+from mmfsdp.planning.compiled import compile_plan, compiled_already
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec

@@ -21,14 +21,12 @@ from mmfsdp.runtime.calls.unit_parts import UnitParts
 from mmfsdp.runtime.fsdp1.flat_params import flat_params
 from mmfsdp.runtime.gathered.other_weights import refuse_other_weights
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
-from mmfsdp.runtime.gradients.graph_inputs import RefuseShardGradients, check_graph_inputs
+from mmfsdp.runtime.gradients.graph_inputs import RefuseSecondOrder, RefuseShardGradients, check_graph_inputs
 from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, show_tensors, tensors_in
-from mmfsdp.runtime.gradients.second_order import RefuseSecondOrder
 from mmfsdp.runtime.refusals.data_parallel import watch_wrappers
-from mmfsdp.runtime.refusals.foreign_saves import guard_save_pretrained
+from mmfsdp.runtime.refusals.foreign_methods import guard_save_pretrained, refuse_resizing
 from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
 from mmfsdp.runtime.refusals.guards import watch_optimizers
-from mmfsdp.runtime.refusals.resizing import refuse_resizing
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe

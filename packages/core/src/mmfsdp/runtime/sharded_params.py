@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from mmfsdp.runtime.sharded_model import live_models
 from mmfsdp.runtime.torch_fsdp2.gathering import free, gather
 from mmfsdp.runtime.torch_fsdp2.param_groups import modules_of
 
-__all__ = ["sharded_params"]
+__all__ = ["average_on_shards", "sharded_params"]
 
 
 @contextmanager
@@ -78,3 +79,33 @@ class _AssignedData(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def average_on_shards(model: nn.Module) -> None:
+    """Make ``update_parameters(other)`` of modules inside a model compute on shards, also in a forward. Not collective.
+
+    ``torch.optim.swa_utils.AveragedModel`` and the averaged models of MMEngine have this method.
+
+    Args:
+        model: The sharded model.
+    """
+    for module in model.modules():
+        if module is not model and callable(getattr(type(module), "update_parameters", None)):
+            vars(module)["update_parameters"] = _OnShards(module)
+
+
+class _OnShards:
+    """Replaces ``update_parameters`` of a module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        averaged = self.module
+        sources = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        with sharded_params(averaged, *sources):
+            return type(averaged).update_parameters(averaged, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # A copy of the module is a plain module, which updates itself.
+        return MethodType, (type(self.module).update_parameters, self.module)

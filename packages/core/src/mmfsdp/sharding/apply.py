@@ -20,7 +20,6 @@ from mmfsdp.planning.plan_records import Note
 from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.averaged_parts import average_on_shards
 from mmfsdp.runtime.calls.unit_parts import UnitParts, parts_of_units
 from mmfsdp.runtime.engine import WrapRoot
 from mmfsdp.runtime.gathered.kept_params import named_references, replace_kept
@@ -30,6 +29,7 @@ from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks
 from mmfsdp.runtime.ranks.buffers import keep_buffers_alike
 from mmfsdp.runtime.sharded_model import ShardedModel
+from mmfsdp.runtime.sharded_params import average_on_shards
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.compiling import check_backend

@@ -16,7 +16,7 @@ from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.scopes import place_in
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
-from mmfsdp.runtime.calls.ownership import modules_by_unit
+from mmfsdp.runtime.calls.unit_parts import modules_by_unit
 from mmfsdp.sharding.agreement import Agreement
 from mmfsdp.sharding.devices import device_of
 from mmfsdp.sharding.materialise import InitFn, Materialiser, own_tensors

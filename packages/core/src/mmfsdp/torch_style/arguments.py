@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,16 @@ import torch.nn as nn
 
 from mmfsdp.collective.scopes import is_group_pair
 from mmfsdp.config import ShardConfig
+from mmfsdp.config.synonyms import bare_name, synonym_of
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.torch_style import forms
-from mmfsdp.torch_style.other_names import advice_for_argument
 
 if TYPE_CHECKING:
     from mmfsdp.sharding.materialise import InitFn
 
-__all__ = ["ARGUMENTS", "Translated", "translate_arguments"]
+__all__ = ["ARGUMENTS", "Translated", "advice_for_argument", "translate_arguments"]
+
 
 _UNSET: Any = object()
 
@@ -220,3 +221,55 @@ def _in_words_of_torch() -> Iterator[None]:
 
 def _argument(match: re.Match[str]) -> str:
     return _ARGUMENTS[match[1]]
+
+
+_POLICY = "auto_wrap_policy={'kind': 'module_class', 'classes': 'LlamaDecoderLayer'}"
+_FOREIGN = {
+    "wrap": _POLICY,
+    "policy": _POLICY,
+    "transformer_layer_cls_to_wrap": _POLICY,
+    "transformer_cls_names_to_wrap": _POLICY,
+    "precision": "mixed_precision='bf16'",
+    "mp_policy": "mixed_precision='bf16', or a MixedPrecisionPolicy as mixed_precision",
+    "mixed_precision_policy": "mixed_precision='bf16', or a MixedPrecisionPolicy as mixed_precision",
+    "sharding": "sharding_strategy='FULL_SHARD'",
+    "zero_stage": "sharding_strategy='FULL_SHARD'",
+    "reshard_after_forward": "sharding_strategy='SHARD_GRAD_OP', which does not reshard, or 'FULL_SHARD', which does",
+    "offload_policy": "cpu_offload=True",
+    "mesh": "device_mesh with a DeviceMesh",
+    "dp_mesh_dims": "device_mesh with the part of the mesh that shards",
+    "prefetch": "backward_prefetch='pre'",
+    "ignored_params": "ignored_states",
+}
+"""What to write for arguments of mmfsdp and of similar libraries, which FullyShardedDataParallel does not have."""
+
+_SECTIONS = {
+    "precision": "mixed_precision",
+    "cpu_offload": "cpu_offload",
+    "activation_checkpointing": "activation_checkpointing",
+}
+
+
+def advice_for_argument(name: str, accepted: Collection[str]) -> str:
+    """Return ``" Write cpu_offload=True."`` for a name that belongs to another interface, or an empty string.
+
+    Args:
+        name: What the user wrote.
+        accepted: The names of all arguments.
+    """
+    bare = bare_name(name)
+    if bare in accepted:
+        return f" Write {bare}."
+    if bare in _FOREIGN:
+        return f" Write {_FOREIGN[bare]}."
+    if bare in ShardConfig.model_fields:
+        return f" Write it in config, as in config={{{bare!r}: ...}}."
+    found = synonym_of(name, accepted)
+    if found is None:
+        return ""
+    if not found.settings:
+        return f" {found.note}"
+    [(section, value)] = found.settings.items()
+    if section in _SECTIONS:
+        return f" Write {_SECTIONS[section]}={value!r}."
+    return f" Write config={dict(found.settings)!r}."

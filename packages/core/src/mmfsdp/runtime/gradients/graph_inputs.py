@@ -1,4 +1,4 @@
-"""Refuses shards as arguments of autograd functions, whose gradients would be zero or those of one rank's part."""
+"""Refuses graphs whose gradients would be wrong: with shards as arguments of autograd functions, or of second order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch.nn as nn
 from torch.autograd import Variable
 
 from mmfsdp.basics.text import name_list
-from mmfsdp.errors import UnsupportedCallError
+from mmfsdp.errors import ShardStateError, UnsupportedCallError
 from mmfsdp.runtime.fsdp1.flat_params import flat_handles, flat_units
 from mmfsdp.runtime.gradients.backward import is_backward
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of, shards_of
 from mmfsdp.runtime.torch_fsdp2.unreduced import has_gradient
 
-__all__ = ["RefuseShardGradients", "check_graph_inputs", "refuse_flat_gradients"]
+__all__ = ["RefuseSecondOrder", "RefuseShardGradients", "check_graph_inputs", "refuse_flat_gradients"]
+
 
 _REMEDY = (
     "Leave the module out of the wrap policy, so that the unit around it gathers it, or keep it whole with "
@@ -161,3 +162,27 @@ def _given(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]
             if before not in seen:
                 seen.add(before)
                 waiting.append(before)
+
+
+class RefuseSecondOrder(Subscriber):
+    """Raises in a backward with ``create_graph=True`` that reaches a unit.
+
+    A unit is gathered for its backward and freed right after it. The backward of that backward reads the weights again,
+    at a point where torch has no hook: it fails, or ends the process.
+    """
+
+    turn = Turn.REFUSING
+
+    def before_backward(self, group: Group) -> None:
+        """Raise if gradients are recorded.
+
+        Raises:
+            ShardStateError: The backward records gradients.
+        """
+        if torch.is_grad_enabled():  # in a backward only with create_graph
+            raise ShardStateError(
+                f"A backward with create_graph=True, as in a gradient penalty, reached the shard unit "
+                f"{name_of(group)!r}: the weights are freed after it, and the second backward would read them. Keep "
+                "the modules whole that are differentiated twice: list them in sharding.ignored_modules. Their "
+                "gradients are averaged over ranks."
+            )

@@ -1,7 +1,7 @@
-"""Says what to call instead of other libraries' saves, which would write the shards of one rank.
+"""Says what to call instead of other libraries' methods, which would write one rank's shards or replace parameters.
 
-These are ``save_pretrained()`` of transformers, diffusers and peft, and the saves of optimizers in accelerate, in
-Lightning Fabric, and in the Trainer of transformers.
+These are ``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of transformers, diffusers and peft, and
+the saves of optimizers in accelerate, in Lightning Fabric, and in the Trainer of transformers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mmfsdp.errors import UnsupportedCallError
+from mmfsdp.errors import ShardStateError, UnsupportedCallError
 
-__all__ = ["guard_optimizer_saves", "guard_save_pretrained"]
+__all__ = ["guard_optimizer_saves", "guard_save_pretrained", "refuse_resizing"]
+
 
 _FIRST_RANK_SAVES = {
     ("accelerate", "save_accelerator_state"): "accelerator.save_state()",
@@ -79,3 +80,30 @@ def _check_saver(optimizer: Optimizer) -> None:
                 "optimizer to the framework's save. docs/howto/frameworks.md has a hook for each framework."
             )
         frame = frame.f_back
+
+
+_METHOD = "resize_token_embeddings"
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Make ``resize_token_embeddings(n)`` of a Transformers model raise. Not collective.
+
+    It computes with weights of which each rank has a shard, and registers whole ones, which no rank reduces.
+
+    Args:
+        model: The sharded root; without such a method nothing is done.
+    """
+    original = getattr(model, _METHOD, None)
+    if not callable(original):
+        return
+
+    @functools.wraps(original)
+    def resize(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if new_num_tokens is None:  # asks for the embeddings
+            return original(new_num_tokens, *args, **kwargs)
+        raise ShardStateError(
+            f"{_METHOD}({new_num_tokens}) was called on a sharded {type(model).__name__}, whose embeddings are "
+            "divided over ranks. Call it before mmfsdp.shard(), then shard the model and build the optimizer."
+        )
+
+    setattr(model, _METHOD, resize)
