@@ -114,8 +114,13 @@ class Engine(Protocol):
         """
         ...
 
-    def watch(self, state: ShardedModel, gates: Sequence[tuple[UnitParts, UnitGate]]) -> None:
-        """Install the hooks that a new sharded model of this engine needs, and attach a gate to each unit."""
+    def watch(self, state: ShardedModel, parts: Sequence[tuple[UnitParts, Callable[[], None]]]) -> Sequence[UnitGate]:
+        """Install the hooks that a new sharded model of this engine needs, and return a gate for each unit.
+
+        Args:
+            state: The model's state.
+            parts: The units, each with what is called before it is used.
+        """
         ...
 
     def begin_root(self, state: ShardedModel) -> None:

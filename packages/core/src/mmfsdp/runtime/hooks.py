@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.calls.outside_calls import open_to_methods, route, watch_unit
-from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.calls.unit_gates import ShardGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
 from mmfsdp.runtime.fsdp1.flat_params import flat_params
 from mmfsdp.runtime.gathered.other_weights import refuse_other_weights
@@ -61,20 +60,22 @@ def install_hooks(state: ShardedModel, parts: Iterable[UnitParts]) -> None:
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
     _watch_gradients(state, me)
     begin = _begin_at_root(state)
-    gates = [(part, UnitGate(_nothing if part.unit.is_root else begin)) for part in parts]
-    state.engine.watch(state, gates)
-    for part, gate in gates:
-        route(part.holders, gate)
+    begins = [(part, _nothing if part.unit.is_root else begin) for part in parts]
+    for (part, _), gate in zip(begins, state.engine.watch(state, begins), strict=True):
+        gate.route(part.holders)
         for unit in part.modules:
-            open_to_methods(unit, part.unit.forward_methods, gate)
+            gate.open_to_methods(unit, part.unit.forward_methods)
     refuse_codes(module)
     refuse_resizing(module)
     watch_optimizers()
     watch_wrappers()
 
 
-def watch_shards(state: ShardedModel, gates: Iterable[tuple[UnitParts, UnitGate]]) -> None:
-    """Install the hooks of a model whose parameters are DTensors, and attach gates to its units. Not collective."""
+def watch_shards(state: ShardedModel, parts: Iterable[tuple[UnitParts, Callable[[], None]]]) -> list[ShardGate]:
+    """Install the hooks of a model whose parameters are DTensors, and return the gates of units. Not collective.
+
+    See `mmfsdp.runtime.engine.Engine.watch`.
+    """
     me, module = weakref.ref(state), state.module
     guard_save_pretrained(module)
     for group in state.groups:
@@ -88,12 +89,14 @@ def watch_shards(state: ShardedModel, gates: Iterable[tuple[UnitParts, UnitGate]
     _show_shards(module, me, weakref.ref(module))
     _watch_mode(module, me, weakref.ref(module))
     module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
-    for part, gate in gates:
+    gates = []
+    for part, begin in parts:
         members: list[nn.Module] = [module for module in part.owned if isinstance(module, FSDPModule)]
         hidden = HiddenOutputs(members[0], part.owned, show_tensors)
-        watch_unit(members, gate, hidden, full_precision=part.unit.precision.full_precision)
+        gates.append(gate := ShardGate(members, hidden, begin, full_precision=part.unit.precision.full_precision))
         if part.unit.is_root:
-            gate.run = _as_forward(gate.run, me)
+            gate.run = _as_forward(gate.run, me)  # type: ignore[method-assign]
+    return gates
 
 
 def _end_forward(state: ShardedModel, output: Any, error: BaseException | None) -> None:

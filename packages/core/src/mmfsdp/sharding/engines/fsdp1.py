@@ -6,7 +6,7 @@ It serves settings that need flat parameters, and code that checks ``isinstance(
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -31,8 +31,7 @@ from mmfsdp.errors import StateDictError, UnsupportedCallError
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.calls.casting import compute_in_full_precision
-from mmfsdp.runtime.calls.outside_calls import watch_flat_unit
-from mmfsdp.runtime.calls.unit_gates import UnitGate
+from mmfsdp.runtime.calls.unit_gates import FlatGate, UnitGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
 from mmfsdp.runtime.engine import Engine, OptimizerStates, PrepareUnit, Showing, WrapRoot
 from mmfsdp.runtime.fsdp1.flat_backwards import complete_backwards, refuse_unseen_backwards, show_outputs
@@ -100,7 +99,7 @@ class Fsdp1Engine(Engine):
         keep_param_order(root, order)
         return root
 
-    def watch(self, state: ShardedModel, gates: Sequence[tuple[UnitParts, UnitGate]]) -> None:
+    def watch(self, state: ShardedModel, parts: Sequence[tuple[UnitParts, Callable[[], None]]]) -> Sequence[UnitGate]:
         me, root = weakref.ref(state), state.module
         name_gathering(root)
         refuse_unseen_backwards(root)
@@ -110,9 +109,8 @@ class Fsdp1Engine(Engine):
         guard_save_pretrained(root.get_submodule("module"))
         refuse_other_flat_weights(root)
         wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(root)}
-        for part, gate in gates:
-            unit = wrappers[id(part.modules[0])]
-            watch_flat_unit(unit, gate, HiddenOutputs(unit, part.owned, show_outputs))
+        units = [(wrappers[id(part.modules[0])], part, begin) for part, begin in parts]
+        return [FlatGate(unit, HiddenOutputs(unit, part.owned, show_outputs), begin) for unit, part, begin in units]
 
     def begin_root(self, state: ShardedModel) -> None:
         if not state.is_running:

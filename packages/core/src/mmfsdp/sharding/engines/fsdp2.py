@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,8 +101,8 @@ class Fsdp2Engine(Engine):
         _set_prefetching(model, plan, first_called)
         return model
 
-    def watch(self, state: ShardedModel, gates: Sequence[tuple[UnitParts, UnitGate]]) -> None:
-        watch_shards(state, gates)
+    def watch(self, state: ShardedModel, parts: Sequence[tuple[UnitParts, Callable[[], None]]]) -> Sequence[UnitGate]:
+        return watch_shards(state, parts)
 
     def begin_root(self, state: ShardedModel) -> None:
         begin_root(_root(state))
