@@ -208,6 +208,9 @@ def test_a_recipe(checkpoint: Path) -> None:
     recipe.write_text('[[rules]]\nrenam = {head = "top"}')
     done = run("convert", checkpoint, checkpoint.with_name("out.pth"), "--recipe", recipe)
     assert "Did you mean 'rename'? (config: recipe.toml: rules[0])" in done.stderr  # a key, not --rename
+    recipe.write_text('unmatched = "drop"\n[[rules]]\nrename = {head = "top"}')
+    done = run("convert", checkpoint, checkpoint.with_name("out.pth"), "--recipe", recipe)
+    assert "unmatched is 'drop', expected 'keep' or 'error'. (config: unmatched)" in done.stderr  # not --drop, --keep
     recipe.write_text(
         '[values]\nn = ["n"]\n[[rules]]\nrename = { "head" = "tail" }\n'
         '[[rules]]\n[rules.split]\nwhole = "backbone.conv"\nparts = ["a", "b"]\ndim = 1\nsizes = ["n", 1]\n'

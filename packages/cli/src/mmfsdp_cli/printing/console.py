@@ -56,11 +56,12 @@ def reporting_errors() -> Iterator[None]:
     try:
         yield
     except MmfsdpError as error:
-        known = _option_names()
-        message = with_options(error.message)
-        context = {key: str(value) for key, value in error.context.items()}
+        known, context = _option_names(), {key: str(value) for key, value in error.context.items()}
+        config = context.get("config", "")
+        # An error about a key that is no option of the command speaks of other keys and words of the same file.
+        message = error.message if config.isidentifier() and config not in known else with_options(error.message)
         # The message names the option or the file already.
-        if context.get("config") in known or context.get("file", "\0") in message:
+        if config in known or context.get("file", "\0") in message:
             context = {key: value for key, value in context.items() if key not in ("config", "file")}
         message += f" ({', '.join(f'{key}: {value}' for key, value in context.items())})" if context else ""
         _complain(error, message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
