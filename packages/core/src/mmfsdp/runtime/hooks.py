@@ -22,9 +22,8 @@ from mmfsdp.runtime.gathered.other_weights import refuse_other_weights
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
 from mmfsdp.runtime.gradients.graph_inputs import RefuseSecondOrder, RefuseShardGradients, check_graph_inputs
 from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, show_tensors, tensors_in
-from mmfsdp.runtime.refusals.data_parallel import watch_wrappers
-from mmfsdp.runtime.refusals.foreign_methods import guard_save_pretrained, refuse_resizing
 from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
+from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained, refuse_resizing, watch_wrappers
 from mmfsdp.runtime.refusals.guards import watch_optimizers
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from mmfsdp.errors import GradScalerError
 from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
-from mmfsdp.runtime.refusals.foreign_methods import guard_optimizer_saves
+from mmfsdp.runtime.refusals.frameworks import guard_optimizer_saves
 from mmfsdp.runtime.refusals.grad_scaler import agrees_on_inf
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models

@@ -20,7 +20,7 @@ from mmfsdp.basics.optimizer_forms import GROUPS, unflattened
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
-from mmfsdp.runtime.refusals.foreign_methods import guard_optimizer_saves
+from mmfsdp.runtime.refusals.frameworks import guard_optimizer_saves
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.alike import check_alike, kind_of

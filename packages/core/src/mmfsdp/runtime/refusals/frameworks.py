@@ -1,7 +1,8 @@
-"""Says what to call instead of other libraries' methods, which would write one rank's shards or replace parameters.
+"""Refuses what other libraries would do to a sharded model, and says what to call instead.
 
-These are ``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of transformers, diffusers and peft, and
-the saves of optimizers in accelerate, in Lightning Fabric, and in the Trainer of transformers.
+These are DistributedDataParallel around it, ``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of
+transformers, diffusers and peft, and the saves of optimizers in accelerate, in Lightning Fabric, and in the Trainer of
+transformers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from types import FrameType
 from typing import Any
 
 import torch.nn as nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import ShardStateError, UnsupportedCallError
+from mmfsdp.runtime.sharded_model import live_models
 
-__all__ = ["guard_optimizer_saves", "guard_save_pretrained", "refuse_resizing"]
-
+__all__ = ["guard_optimizer_saves", "guard_save_pretrained", "refuse_resizing", "watch_wrappers"]
 
 _FIRST_RANK_SAVES = {
     ("accelerate", "save_accelerator_state"): "accelerator.save_state()",
@@ -107,3 +111,38 @@ def refuse_resizing(model: nn.Module) -> None:
         )
 
     setattr(model, _METHOD, resize)
+
+
+_hooks: list[Any] = []
+
+
+def watch_wrappers() -> None:
+    """From now on, raise where DistributedDataParallel is made for a model with sharded parameters. Not collective.
+
+    A model that names them in ``_ddp_params_and_buffers_to_ignore``, as torch has it, may be wrapped.
+    """
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_on_registration))
+
+
+def _on_registration(holder: nn.Module, name: str, module: nn.Module | None) -> None:
+    if not isinstance(holder, DistributedDataParallel) or name != "module" or module is None:
+        return
+    held = {id(submodule) for submodule in module.modules()}
+    for state in live_models():
+        if id(state.module) not in held:
+            continue
+        prefix = next(
+            f"{fqn}." if fqn else "" for fqn, submodule in module.named_modules() if submodule is state.module
+        )
+        names = [prefix + fqn for fqn, param in state.module.named_parameters()]
+        fqn = next((clean_fqn(name) for name in names if name not in holder.parameters_to_ignore), None)
+        if fqn is not None:
+            raise ShardStateError(
+                f"DistributedDataParallel was given {fqn!r}, which mmfsdp has sharded: it would average pieces of "
+                "different parameters, and a sharded model averages its gradients itself. Use the sharded model as it "
+                "is. Frameworks that wrap every model must be told: with accelerate prepare the optimizer alone, with "
+                "Lightning Fabric call setup_optimizers() alone, and with transformers.Trainer use the subclass that "
+                "docs/howto/frameworks.md shows.",
+                fqn=fqn,
+            )
