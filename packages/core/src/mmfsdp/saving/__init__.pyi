@@ -3,9 +3,13 @@ from mmfsdp.saving.directory.held import HeldDirectory as HeldDirectory
 from mmfsdp.saving.directory.store import Store as Store
 from mmfsdp.saving.directory.store import open_directory as open_directory
 from mmfsdp.saving.directory.store import open_store as open_store
+from mmfsdp.saving.loop.random_states import random_state as random_state
+from mmfsdp.saving.loop.random_states import restore_random_state as restore_random_state
 from mmfsdp.saving.loop.rank_buffers import buffers_of_ranks as buffers_of_ranks
 from mmfsdp.saving.loop.rank_buffers import load_buffers_of_ranks as load_buffers_of_ranks
+from mmfsdp.saving.loop.rank_rows import load_row as load_row
 from mmfsdp.saving.loop.rank_rows import row_box as row_box
+from mmfsdp.saving.loop.rank_rows import rows_of_ranks as rows_of_ranks
 from mmfsdp.saving.loop.save_loop import RunWriter as RunWriter
 from mmfsdp.saving.loop.save_loop import SaveLoop as SaveLoop
 from mmfsdp.saving.loop.settings import LoopSettings as LoopSettings

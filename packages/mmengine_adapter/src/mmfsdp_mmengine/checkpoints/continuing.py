@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mmfsdp.errors import FormatError, StateDictError
 from mmfsdp_mmengine.optimizers.binding import optim_wrappers_of, waiting_gradients
 
@@ -27,7 +25,7 @@ class Resumed:
     progress: dict[str, Any]
     seed: int
     """The seed of this rank."""
-    random_state: torch.Tensor | None
+    random_state: bytes | None
     """The state of this rank's random number generators; None if another number of ranks saved the checkpoint."""
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import mmengine
-import torch
 from mmengine._strategy import DDPStrategy
 from mmengine.utils import get_git_hash
 
@@ -15,7 +14,16 @@ from mmfsdp import load_model_state_dict, model_state_dict
 from mmfsdp.collective import on_all_ranks, scope_of
 from mmfsdp.errors import ConfigError, StateDictError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import PendingSave, buffers_of_ranks, load_buffers_of_ranks, write_checkpoint
+from mmfsdp.saving import (
+    PendingSave,
+    buffers_of_ranks,
+    load_buffers_of_ranks,
+    load_row,
+    random_state,
+    restore_random_state,
+    rows_of_ranks,
+    write_checkpoint,
+)
 from mmfsdp_mmengine.checkpoints.adapting import adapted
 from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.continuing import (
@@ -35,7 +43,6 @@ from mmfsdp_mmengine.checkpoints.live_content import (
     with_own_counters,
 )
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
-from mmfsdp_mmengine.checkpoints.randomness import own_random_state, random_state, random_states, restore_random_state
 from mmfsdp_mmengine.checkpoints.saved_schedulers import check_same_schedulers, scheduler_classes
 
 __all__ = ["CheckpointingStrategy"]
@@ -56,7 +63,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._kind = kind
         self._randomness: dict[str, Any]  # set by MMEngine
         self._pending: PendingWeights | None = None
-        self._paused_at: torch.Tensor | None = None
+        self._paused_at: bytes | None = None
         self._resumed: Resumed | None = None
         self._warned = False
         self._validates = False
@@ -239,15 +246,12 @@ class CheckpointingStrategy(DDPStrategy):
                 self._warned = True
                 self.logger.warning(warning)
             content["optimizer"] = self.optim_state_dict()
+            mesh = find_sharded_model(self.model).mesh
+            scope, generators = scope_of(mesh), random_state() if self._paused_at is None else self._paused_at
             content["progress"] = {
-                "random_states": random_states(
-                    self.model,
-                    random_state() if self._paused_at is None else self._paused_at,
-                    whole=self._kind == "full",
-                ),
+                "random": rows_of_ranks(generators, mesh, scope, whole=self._kind == "full"),
                 "optimizers": optimizer_classes(self.optim_wrapper),
             }
-            scope = scope_of(find_sharded_model(self.model).mesh)
             if (buffers := buffers_of_ranks(self.model, scope, whole=self._kind == "full")) is not None:
                 content["progress"]["buffers"] = buffers
         if save_param_scheduler and hasattr(self, "param_schedulers"):
@@ -328,8 +332,10 @@ class CheckpointingStrategy(DDPStrategy):
         if progress is None:
             return
         self._validates = bool(progress.get("validates"))
-        mine = own_random_state(self.model, progress)
         scope, buffers = scope_of(find_sharded_model(self.model).mesh), progress.pop("buffers", None)
+        has_heads = "random" in progress  # before, rows did not say how long they are
+        rows = progress.pop("random" if has_heads else "random_states")
+        mine = load_row(rows, scope, has_head=has_heads) if rows.shape[0] == scope.size else None
         if buffers is not None and buffers.shape[0] == scope.size:
             load_buffers_of_ranks(self.model, buffers, scope)
         elif buffers is not None:
@@ -341,7 +347,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._resumed = Resumed(progress, self.seed, mine)
         if mine is None:
             self.logger.info(
-                f"The checkpoint was saved by {progress['random_states'].shape[0]} ranks and is resumed by "
+                f"The checkpoint was saved by {rows.shape[0]} ranks and is resumed by "
                 f"{self.world_size}: everything is restored except the random number generators."
             )
 

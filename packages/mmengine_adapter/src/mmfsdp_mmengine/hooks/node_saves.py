@@ -9,10 +9,10 @@ from typing import Any
 
 from mmengine.logging import print_log
 
-from mmfsdp.collective import new_scope, place_in
+from mmfsdp.collective import new_scope
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.saving import NodeTier, PendingSave, row_box
+from mmfsdp.saving import NodeTier, PendingSave
 from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 
@@ -35,8 +35,8 @@ class NodeSaves:
 
     def __init__(self, directory: str, strategy: CheckpointingStrategy, run: str) -> None:
         self._directory, self._strategy = directory, strategy
-        self._mesh = find_sharded_model(strategy.model).mesh
-        self._tier = NodeTier(Path(directory), strategy.model, new_scope(self._mesh), run=run)
+        scope = new_scope(find_sharded_model(strategy.model).mesh)
+        self._tier = NodeTier(Path(directory), strategy.model, scope, run=run)
 
     def resume(self, least: int, resume: Callable[[str], Any]) -> bool:
         """Resume from the newest step that the nodes have together; return whether there is one.
@@ -50,7 +50,7 @@ class NodeSaves:
             return False
         name = f"iteration {step} in {self._directory}"
         try:
-            content = self._tier.read(self._strategy.model, safe_globals(), rows=_ROWS, change=self._with_own_row)
+            content = self._tier.read(self._strategy.model, safe_globals(), rows=_ROWS, change=dict)
             self._strategy.offer(name, content)
             resume(name)
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:
@@ -58,14 +58,6 @@ class NodeSaves:
             print_log(text, logger="current", level=logging.WARNING)
             return False
         return True
-
-    def _with_own_row(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return content whose rows of ranks are all this rank's own: those of others may lie on other nodes."""
-        progress, ranks = dict(content["progress"]), self._mesh.size()
-        for name in ("random_states", "buffers"):
-            if (rows := progress.get(name)) is not None and rows.shape[0] == ranks:
-                progress[name] = rows.read(row_box(rows, place_in(self._mesh))).expand(ranks, -1)
-        return {**content, "progress": progress}
 
     def save(self, done: int, write: Callable[[], None]) -> PendingSave:
         """Save in the background.

@@ -11,7 +11,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.runner import EpochBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from mmfsdp_mmengine.checkpoints.randomness import restore_random_state
+from mmfsdp.saving import restore_random_state
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.hooks.data_offsets import begin_at
 from mmfsdp_mmengine.registry import HOOKS, replace_stock

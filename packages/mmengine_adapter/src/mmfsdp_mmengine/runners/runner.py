@@ -8,7 +8,7 @@ import torch.nn as nn
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, FlexibleRunner, Runner
 
-from mmfsdp_mmengine.checkpoints.randomness import kept_randomness
+from mmfsdp.saving import random_state, restore_random_state
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.optimizers.binding import check_optimizer_named
 from mmfsdp_mmengine.runners.workers import with_patient_workers
@@ -108,16 +108,17 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     randomness = dict(runner._randomness_cfg)
     assert runner.seed is not None
     base_seed = runner.seed - (runner.rank if randomness.get("diff_rank_seed") else 0)
-    with kept_randomness():  # the runner has seeded and used the generators already
-        runner.strategy = _Strategy(
-            runner.timestamp,
-            work_dir=runner.work_dir,
-            model_wrapper=plain(model_wrapper),
-            state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
-            sync_bn=runner.cfg.get("sync_bn"),
-            global_batch_size=runner.cfg.get("global_batch_size"),
-            env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
-        )
+    before = random_state()  # the runner has seeded and used the generators already
+    runner.strategy = _Strategy(
+        runner.timestamp,
+        work_dir=runner.work_dir,
+        model_wrapper=plain(model_wrapper),
+        state_dict_cfg=plain(runner.cfg.get("state_dict_cfg", "full")),
+        sync_bn=runner.cfg.get("sync_bn"),
+        global_batch_size=runner.cfg.get("global_batch_size"),
+        env_kwargs={"launcher": runner.launcher, "randomness": {**randomness, "seed": base_seed}},
+    )
+    restore_random_state(before)
     runner.strategy._randomness = randomness  # without a seed, the checkpoint's is used without a warning
     runner.build_dataloader = with_patient_workers(runner.build_dataloader)
     if runner._train_dataloader is not None:

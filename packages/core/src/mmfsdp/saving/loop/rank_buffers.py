@@ -12,9 +12,8 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import all_equal, on_all_ranks
 from mmfsdp.runtime.sharded_model import find_sharded_model
-from mmfsdp.saving.loop.rank_rows import digest_of, own_row, row_box, rows_of_ranks
+from mmfsdp.saving.loop.rank_rows import digest_of, load_row, rows_of_ranks
 from mmfsdp.saving.reading.content import restricted_load
-from mmfsdp.state.lazy_tensors import locate
 
 __all__ = ["buffers_of_ranks", "load_buffers_of_ranks", "restore_buffers"]
 
@@ -48,8 +47,8 @@ def load_buffers_of_ranks(model: nn.Module, rows: Any, scope: Scope) -> None:
     Raises:
         CheckpointError: A rank cannot read its part; raised on every rank.
     """
-    locate([(rows, row_box(rows, scope.place))], scope)
-    on_all_ranks(lambda: restore_buffers(model, own_row(rows, scope.place)), scope)
+    own = load_row(rows, scope)
+    on_all_ranks(lambda: restore_buffers(model, own), scope)
 
 
 def restore_buffers(model: nn.Module, own: bytes) -> None:

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.collective.steps import gather_to_first
+from mmfsdp.collective.steps import gather_to_first, on_all_ranks
 from mmfsdp.runtime.dtensors import Box
 from mmfsdp.saving.writing.memory import bytes_of
-from mmfsdp.state.lazy_tensors import LazyTensor
+from mmfsdp.state.lazy_tensors import LazyTensor, locate
 
-__all__ = ["digest_of", "own_row", "row_box", "rows_of_ranks"]
+__all__ = ["digest_of", "load_row", "own_row", "row_box", "rows_of_ranks"]
 
 _HEAD = 8  # bytes of a row that say how many follow
 
@@ -46,12 +46,27 @@ def rows_of_ranks(own: bytes, mesh: DeviceMesh, scope: Scope, *, whole: bool) ->
     )
 
 
+def load_row(rows: LazyTensor | torch.Tensor, scope: Scope, *, has_head: bool = True) -> bytes:
+    """Return the bytes of this rank; it reads no other row. Collective: every rank.
+
+    Args:
+        rows: What `rows_of_ranks` returned, as a checkpoint holds it: one row for each rank of the scope.
+        scope: The ranks.
+        has_head: Whether a row says how long it is. Those that earlier versions of the MMEngine adapter stored do not.
+
+    Raises:
+        CheckpointError: A rank cannot read its row; raised on every rank.
+    """
+    locate([(rows, row_box(rows, scope.place))], scope)
+    return on_all_ranks(lambda: own_row(rows, scope.place, has_head=has_head), scope)
+
+
 def row_box(rows: Any, place: int) -> Box:
     """Return the box of a rank's row in what `rows_of_ranks` saved."""
     return Box((place, 0), (1, rows.shape[1]))
 
 
-def own_row(rows: LazyTensor | torch.Tensor, place: int) -> bytes:
+def own_row(rows: LazyTensor | torch.Tensor, place: int, *, has_head: bool = True) -> bytes:
     """Return the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
 
     Raises:
@@ -64,6 +79,8 @@ def own_row(rows: LazyTensor | torch.Tensor, place: int) -> bytes:
     else:
         row = rows.read(row_box(rows, place))
     data = bytes_of(row)
+    if not has_head:
+        return bytes(data)
     return bytes(data[_HEAD:][: int.from_bytes(data[:_HEAD], "little")])
 
 
