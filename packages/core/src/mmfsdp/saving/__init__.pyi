@@ -3,6 +3,7 @@ from mmfsdp.saving.directory.held import HeldDirectory as HeldDirectory
 from mmfsdp.saving.directory.store import Store as Store
 from mmfsdp.saving.directory.store import open_directory as open_directory
 from mmfsdp.saving.directory.store import open_store as open_store
+from mmfsdp.saving.loop.newest import resume_newest as resume_newest
 from mmfsdp.saving.loop.random_states import random_state as random_state
 from mmfsdp.saving.loop.random_states import restore_random_state as restore_random_state
 from mmfsdp.saving.loop.rank_buffers import buffers_of_ranks as buffers_of_ranks

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from mmengine.logging import print_log
 
+from mmfsdp import saving
 from mmfsdp.checkpoint import open_layout
 from mmfsdp.collective import Scope, on_all_ranks, scope_of, shared
 from mmfsdp.errors import (
@@ -25,7 +27,7 @@ from mmfsdp_mmengine.checkpoints.folders import folder_of, series
 from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.processes.turns import firsts_of_machines
 
-__all__ = ["find_latest_checkpoint", "newest_iterations", "resume_newest"]
+__all__ = ["find_latest_checkpoint", "resume_newest"]
 
 
 def find_latest_checkpoint(path: str) -> str | None:
@@ -45,15 +47,21 @@ def find_latest_checkpoint(path: str) -> str | None:
     return _find_together(path, (), ())
 
 
-def resume_newest(work_dir: str, resume: Callable[[str], None], folders: Sequence[str] = ()) -> str | None:
+def resume_newest(
+    work_dir: str,
+    resume: Callable[[str], None],
+    folders: Sequence[str] = (),
+    find_newer: Iterable[Callable[[int], str | None]] = (),
+) -> str | None:
     """Resume from the newest checkpoint that can be loaded. Collective: every rank.
 
     Those that are damaged are logged, and renamed once an older one is loaded: ``epoch_3.pth.damaged``.
 
     Args:
         work_dir: The work directory.
-        resume: Resumes from a checkpoint. Collective.
+        resume: Resumes from a checkpoint, or from what ``find_newer`` names. Collective.
         folders: More directories that may hold checkpoints of the run, as paths or URLs.
+        find_newer: Each names what was saved elsewhere after some iterations, which comes first. Collective.
 
     Returns:
         The checkpoint, or None if there is nothing to resume.
@@ -61,32 +69,30 @@ def resume_newest(work_dir: str, resume: Callable[[str], None], folders: Sequenc
     Raises:
         IncompleteCheckpointError: There are checkpoints, and all of them are damaged; nothing is renamed.
     """
-    damaged: list[str] = []
-    while (found := _find_together(work_dir, folders, damaged)) is not None:
-        try:
-            resume(found)
-        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-            print_log(f"Skipped {found}, which is damaged: {error}", logger="current", level=logging.WARNING)
-            damaged.append(found)
-            continue
-        _set_aside(damaged, found, scope_of(None))
-        return found
-    _refuse_damaged([work_dir, *folders], damaged, scope_of(None))
-    return None
-
-
-def newest_iterations(work_dir: str, folders: Sequence[str]) -> int:
-    """Return how many iterations the checkpoint has done that `resume_newest` would try first; 0 if there is none.
-
-    Collective: every rank.
-
-    Args:
-        work_dir: See `resume_newest`.
-        folders: See `resume_newest`.
-    """
-    found = _find_together(work_dir, folders, ())
     scope = scope_of(None)
-    return max(shared(lambda: _iterations(found) if scope.is_first and found else 0, scope) or 0, 0)
+    damaged: list[str] = []
+
+    def load(found: str, *, is_newer: bool = False) -> str:
+        resume(found)
+        if not is_newer:
+            _set_aside(damaged, found, scope)
+        return found
+
+    def candidates() -> Iterator[tuple[str, Callable[[], str]]]:
+        found = _find_together(work_dir, folders, ())
+        for find in find_newer:
+            done = shared(lambda: _iterations(found) if scope.is_first and found else 0, scope) or 0
+            if (newer := find(max(done, 0))) is not None:
+                yield newer, partial(load, newer, is_newer=True)
+        while found is not None:
+            yield found, partial(load, found)
+            damaged.append(found)
+            found = _find_together(work_dir, folders, damaged)
+
+    loaded = saving.resume_newest(candidates(), partial(print_log, logger="current", level=logging.WARNING))
+    if loaded is None:
+        _refuse_damaged([work_dir, *folders], damaged, scope)
+    return loaded
 
 
 def _refuse_damaged(folders: Sequence[str], damaged: Collection[str], scope: Scope) -> None:

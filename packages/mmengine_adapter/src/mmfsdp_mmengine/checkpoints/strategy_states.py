@@ -72,7 +72,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._background = False
         self._into: Callable[[dict[str, Any]], PendingSave] | None = None
         self._written = PendingSave.over()
-        self._offered: dict[str, dict[str, Any]] = {}
+        self._offered: dict[str, Callable[[], dict[str, Any]]] = {}
 
     @property
     def writes_directories(self) -> bool:
@@ -145,9 +145,8 @@ class CheckpointingStrategy(DDPStrategy):
         self.logger.info(f"Load checkpoint from {filename}")
 
         scope = scope_of(None)
-        content = self._offered.pop(str(filename), None)
-        if content is None:
-            content = load_content(str(filename), map_location, self.model, scope)
+        offered = self._offered.pop(str(filename), None)
+        content = offered() if offered else load_content(str(filename), map_location, self.model, scope)
         if callback is not None:
             on_all_ranks(lambda: callback(content), scope)
         own = find_sharded_model(self.model)
@@ -299,14 +298,14 @@ class CheckpointingStrategy(DDPStrategy):
         finally:
             self._kind, self._background, self._into, self._written = kind, False, None, PendingSave.over()
 
-    def offer(self, filename: str, content: dict[str, Any]) -> None:
-        """Let `load_checkpoint` and `resume` use some content in place of a file, once.
+    def offer(self, filename: str, read: Callable[[], dict[str, Any]]) -> None:
+        """Let `load_checkpoint` and `resume` read something else in place of a file, once.
 
         Args:
             filename: What they will be called with.
-            content: What a file would hold.
+            read: Returns what a file would hold. Collective.
         """
-        self._offered = {filename: content}
+        self._offered = {filename: read}
 
     def pause_randomness(self) -> None:
         """Save the state of the random number generators while something else uses them."""

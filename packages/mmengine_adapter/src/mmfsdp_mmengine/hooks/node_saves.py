@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from mmengine.logging import print_log
 
 from mmfsdp.collective import new_scope
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.saving import NodeTier, PendingSave
 from mmfsdp_mmengine.checkpoints.live_content import safe_globals
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 
 __all__ = ["NodeSaves"]
-
-_ROWS = "progress/"
 
 
 class NodeSaves:
@@ -38,26 +31,17 @@ class NodeSaves:
         scope = new_scope(find_sharded_model(strategy.model).mesh)
         self._tier = NodeTier(Path(directory), strategy.model, scope, run=run)
 
-    def resume(self, least: int, resume: Callable[[str], Any]) -> bool:
-        """Resume from the newest step that the nodes have together; return whether there is one.
+    def newest(self, after: int) -> str | None:
+        """Return the name by which the strategy resumes from the newest step of the nodes; None if there is none.
 
         Args:
-            least: Only if it has done more iterations than these.
-            resume: Resumes from a checkpoint.
+            after: Only if more iterations than these are done.
         """
-        step = self._tier.newest()
-        if step is None or step <= least:
-            return False
-        name = f"iteration {step} in {self._directory}"
-        try:
-            content = self._tier.read(self._strategy.model, safe_globals(), rows=_ROWS, change=dict)
-            self._strategy.offer(name, content)
-            resume(name)
-        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-            text = f"Skipped what the nodes have in {self._directory}: {error}"
-            print_log(text, logger="current", level=logging.WARNING)
-            return False
-        return True
+        if (step := self._tier.newest(after)) is None:
+            return None
+        name, model = f"iteration {step} in {self._directory}", self._strategy.model
+        self._strategy.offer(name, lambda: self._tier.read(model, safe_globals(), rows="progress/", change=dict))
+        return name
 
     def save(self, done: int, write: Callable[[], None]) -> PendingSave:
         """Save in the background.

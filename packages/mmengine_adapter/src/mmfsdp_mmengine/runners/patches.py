@@ -38,7 +38,7 @@ from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS, OPTIMIZERS, Registry
 from mmengine.runner import EpochBasedTrainLoop, FlexibleRunner, IterBasedTrainLoop, Runner, TestLoop, ValLoop
 
 from mmfsdp import FullyShardedDataParallel
-from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, newest_iterations, resume_newest
+from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint, resume_newest
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
 from mmfsdp_mmengine.configs.agreement import check_runner
 from mmfsdp_mmengine.configs.arguments import named
@@ -196,13 +196,9 @@ def _load_or_resume(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self)
             return
         hooks = [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
-        folders = [hook.directory(self) for hook in hooks]
-        for hook in hooks:
-            nodes = hook.open_nodes(self) if self in _training else None
-            if nodes is not None and nodes.resume(newest_iterations(self.work_dir, folders), self.resume):
-                self._has_loaded = True
-                return
-        found = resume_newest(self.work_dir, self.resume, folders)
+        nodes = (hook.open_nodes(self) for hook in hooks if self in _training)
+        find_newer = (saves.newest for saves in nodes if saves is not None)
+        found = resume_newest(self.work_dir, self.resume, [hook.directory(self) for hook in hooks], find_newer)
         self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
         self._has_loaded = found is not None
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
-from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+from mmfsdp.errors import IncompleteCheckpointError
 from mmfsdp.saving.directory.held import HeldRun
+from mmfsdp.saving.loop.newest import resume_newest
 from mmfsdp.saving.loop.run_state import RunState
 from mmfsdp.saving.loop.settings import ManagerSettings
 from mmfsdp.saving.nodes.tier import NodeTier
@@ -95,67 +97,53 @@ class ManagedRun:
             RunDirectoryError: See `mmfsdp.CheckpointManager.resume`. As the next one, raised before anything is loaded.
             StateDictError: Names or shapes do not fit the model or optimizer.
         """
-        found = self.files.complete()
-        fast = self._resume_fast(found[0][0] if found else 0)
+        durable = self.files.complete()
+        candidates = [(f"the checkpoint {str(path)!r}", partial(self._load, step, path)) for step, path in durable]
+        fast = None if self.fast is None else self.fast.newest(after=durable[0][0] if durable else 0)
         if fast is not None:
-            return fast, False
-        for step, path in found:
-            try:
-                rest, _, source = load_with_rest(
-                    path,
-                    self.model,
-                    self.optimizer,
-                    safe_globals=self.safe_globals,
-                    lazy=("run", "averaged"),
-                    prepare=partial(self.state.examined, ranks=self.scope.size, step=step),
-                )
-                self.state.restore(rest, self.scope)
-                on_all_ranks(source.check_unchanged, self.scope)
-            except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-                self._tell(logging.WARNING, "Skipped the checkpoint %r, which is damaged: %s", str(path), error)
-                continue
-            self.files.resumed(step, path)
-            self._tell(logging.INFO, "Resumed from %r, which has done %d steps.", str(path), step)
-            return step, True
-        if self.files.num_unread:
+            candidates.insert(0, ("what the nodes have on their own disks", partial(self._load_fast, fast)))
+        found = resume_newest(candidates, partial(self._tell, logging.WARNING))
+        if found is None and self.files.num_unread:
             raise IncompleteCheckpointError(
                 f"None of the {self.files.num_unread} checkpoints in the directory can be loaded; the log names what "
                 "is wrong with each. Restore one of them, or start again in another directory.",
                 file=str(self.files.path),
             )
-        return None
+        return found
 
-    def _resume_fast(self, least: int) -> int | None:
-        """Resume from the disks of the nodes, if what they have together is newer than a step."""
-        if self.fast is None:
-            return None
-        try:
-            step = self.fast.newest()
-            if step is None or step <= least:
-                return None
-            content = self.fast.read(
-                self.model,
-                self.safe_globals,
-                rows="run/",
-                change=partial(self.state.examined, ranks=self.scope.size, step=step),
-            )
-            finish = None
-            if self.optimizer is not None:
-                finish = prepare_optim_load(self.model, self.optimizer, content["optimizer"])
-            load_model_state_dict(self.model, content["state_dict"])
-            if finish is not None:
-                finish()
-            self.state.restore(content, self.scope)
-        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-            self._tell(logging.WARNING, "Skipped what the nodes have on their own disks: %s", error)
-            return None
+    def _load(self, step: int, path: Path) -> tuple[int, bool]:
+        rest, _, source = load_with_rest(
+            path,
+            self.model,
+            self.optimizer,
+            safe_globals=self.safe_globals,
+            lazy=("run", "averaged"),
+            prepare=partial(self.state.examined, ranks=self.scope.size, step=step),
+        )
+        self.state.restore(rest, self.scope)
+        on_all_ranks(source.check_unchanged, self.scope)
+        self.files.resumed(step, path)
+        self._tell(logging.INFO, f"Resumed from {str(path)!r}, which has done {step} steps.")
+        return step, True
+
+    def _load_fast(self, step: int) -> tuple[int, bool]:
+        assert self.fast is not None
+        change = partial(self.state.examined, ranks=self.scope.size, step=step)
+        content = self.fast.read(self.model, self.safe_globals, rows="run/", change=change)
+        finish = None
+        if self.optimizer is not None:
+            finish = prepare_optim_load(self.model, self.optimizer, content["optimizer"])
+        load_model_state_dict(self.model, content["state_dict"])
+        if finish is not None:
+            finish()
+        self.state.restore(content, self.scope)
         self.files.resumed(step, self.files.path)
-        self._tell(logging.INFO, "Resumed from the nodes' own disks, which have done %d steps.", step)
-        return step
+        self._tell(logging.INFO, f"Resumed from the nodes' own disks, which have done {step} steps.")
+        return step, False
 
-    def _tell(self, level: int, text: str, *values: Any) -> None:
+    def _tell(self, level: int, text: str) -> None:
         if self.scope.is_first:
-            _log.log(level, text, *values)
+            _log.log(level, "%s", text)
 
     def close(self) -> None:
         """Let other jobs use the directories. Not collective."""

@@ -120,8 +120,11 @@ class NodeTier:
 
         on_all_ranks(remove, self._scope)
 
-    def newest(self) -> int | None:
+    def newest(self, after: int = 0) -> int | None:
         """Find the newest step that the nodes have together, whatever the number of ranks that saved it. Collective.
+
+        Args:
+            after: Only a step after this one.
 
         Raises:
             CheckpointError: A directory cannot be read; raised on every rank.
@@ -129,7 +132,7 @@ class NodeTier:
         files = on_all_ranks(self._own_files, self._scope)
         reports = gather_to_first(self._scope, files)
         self._found = shared(lambda: None if reports is None else choose(reports), self._scope)
-        return None if self._found is None else self._found.step
+        return None if self._found is None or self._found.step <= after else self._found.step
 
     def read(
         self, model: nn.Module, safe_globals: Sequence[Any], *, rows: str, change: Callable[[Any], Any]

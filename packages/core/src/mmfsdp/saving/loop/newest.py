@@ -1,0 +1,31 @@
+"""Resumes from the newest checkpoint that can be loaded: past a damaged one it goes on to the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
+
+__all__ = ["resume_newest"]
+
+T = TypeVar("T")
+
+
+def resume_newest(candidates: Iterable[tuple[str, Callable[[], T]]], tell: Callable[[str], object]) -> T | None:
+    """Load the first checkpoint that is not damaged. Collective: every rank.
+
+    Args:
+        candidates: The checkpoints, the newest first, the same on every rank: what a message calls it, and what loads
+            it. The next one is asked for only after the one before has turned out to be damaged.
+        tell: Called with a message about each damaged one.
+
+    Returns:
+        What loading returned; None if there is no checkpoint, or all are damaged.
+    """
+    for name, load in candidates:
+        try:
+            return load()
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            tell(f"Skipped {name}, which is damaged: {error}")
+    return None
