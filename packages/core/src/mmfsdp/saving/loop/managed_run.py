@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-import torch.nn as nn
-from torch.optim import Optimizer
 
-from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import IncompleteCheckpointError
 from mmfsdp.saving.directory.held import HeldRun
+from mmfsdp.saving.directory.run import Retention
 from mmfsdp.saving.loop.newest import resume_newest
 from mmfsdp.saving.loop.run_state import RunState
-from mmfsdp.saving.loop.settings import ManagerSettings
 from mmfsdp.saving.nodes.tier import NodeTier
 from mmfsdp.saving.reading.load import load_with_rest
 from mmfsdp.saving.writing.background import PendingSave
@@ -36,22 +33,18 @@ _log = logging.getLogger("mmfsdp.saving")
 class ManagedRun:
     """All that is saved of a run, and where. Each method is collective."""
 
-    settings: ManagerSettings
-    """How to save, and what to keep."""
-    scope: Scope
-    """The ranks."""
-    model: nn.Module
-    """A sharded model."""
-    optimizer: Optimizer | None
-    """Its optimizer."""
     state: RunState
-    """Everything else."""
+    """The model, its optimizer and everything else, and the ranks."""
     files: HeldRun
     """The directory of the checkpoints."""
+    kind: Literal["full", "local", "sharded"]
+    """See `mmfsdp.save_checkpoint`."""
+    blocking: bool
+    """Whether training waits until a checkpoint is complete."""
+    retention: Retention
+    """What to keep."""
     fast: NodeTier | None = None
     """The directories on the nodes' own disks."""
-    safe_globals: Sequence[Any] = ()
-    """Classes that states may hold besides plain data."""
 
     def prepare(self, step: int, metric: float | torch.Tensor | None) -> Callable[[], PendingSave]:
         """Collect what a checkpoint of this step holds; the result, called on all ranks, begins to write it.
@@ -60,30 +53,28 @@ class ManagedRun:
             UnsafePickleError: At the first save: some state holds an object that could not be loaded.
         """
         value = None if metric is None else float(metric)
-        kind, blocking = self.settings.kind, not self.settings.background
+        state, kind, blocking = self.state, self.kind, self.blocking
         path = self.files.path / (f"step_{step}.pth" if kind == "full" else f"step_{step}")
-        extra = self.state.content(step, self.scope, whole=kind == "full" and blocking)
+        extra = state.content(step, whole=kind == "full" and blocking)
 
         def begin() -> PendingSave:
             self.files.announce(step, value, path)
-            return save_checkpoint(path, self.model, self.optimizer, kind=kind, extra=extra, blocking=blocking)
+            return save_checkpoint(path, state.model, state.optimizer, kind=kind, extra=extra, blocking=blocking)
 
         return begin
 
     def write_fast(self, step: int) -> PendingSave:
         """Begin a save to the nodes' own disks."""
         assert self.fast is not None
-        content = {
-            "state_dict": model_state_dict(self.model, "sharded"),
-            **self.state.content(step, self.scope, whole=False),
-        }
-        if self.optimizer is not None:
-            content["optimizer"] = optim_state_dict(self.model, self.optimizer, "sharded", param_names=True)
+        model, optimizer = self.state.model, self.state.optimizer
+        content = {"state_dict": model_state_dict(model, "sharded"), **self.state.content(step, whole=False)}
+        if optimizer is not None:
+            content["optimizer"] = optim_state_dict(model, optimizer, "sharded", param_names=True)
         return self.fast.save(step, content)
 
     def retain(self) -> None:
         """Remove the checkpoints that need not be kept."""
-        self.files.retain(self.settings.retention)
+        self.files.retain(self.retention)
 
     def resume_newest(self) -> tuple[int, bool] | None:
         """Load the newest checkpoint that is complete and undamaged.
@@ -112,37 +103,36 @@ class ManagedRun:
         return found
 
     def _load(self, step: int, path: Path) -> tuple[int, bool]:
+        state = self.state
         rest, _, source = load_with_rest(
             path,
-            self.model,
-            self.optimizer,
-            safe_globals=self.safe_globals,
+            state.model,
+            state.optimizer,
+            safe_globals=state.safe_globals,
             lazy=("run", "averaged"),
-            prepare=partial(self.state.examined, ranks=self.scope.size, step=step),
+            prepare=partial(state.examined, step=step),
         )
-        self.state.restore(rest, self.scope)
-        on_all_ranks(source.check_unchanged, self.scope)
+        state.restore(rest)
+        on_all_ranks(source.check_unchanged, state.scope)
         self.files.resumed(step, path)
         self._tell(logging.INFO, f"Resumed from {str(path)!r}, which has done {step} steps.")
         return step, True
 
     def _load_fast(self, step: int) -> tuple[int, bool]:
         assert self.fast is not None
-        change = partial(self.state.examined, ranks=self.scope.size, step=step)
-        content = self.fast.read(self.model, self.safe_globals, rows="run/", change=change)
-        finish = None
-        if self.optimizer is not None:
-            finish = prepare_optim_load(self.model, self.optimizer, content["optimizer"])
-        load_model_state_dict(self.model, content["state_dict"])
+        model, optimizer, change = self.state.model, self.state.optimizer, partial(self.state.examined, step=step)
+        content = self.fast.read(model, self.state.safe_globals, rows="run/", change=change)
+        finish = None if optimizer is None else prepare_optim_load(model, optimizer, content["optimizer"])
+        load_model_state_dict(model, content["state_dict"])
         if finish is not None:
             finish()
-        self.state.restore(content, self.scope)
+        self.state.restore(content)
         self.files.resumed(step, self.files.path)
         self._tell(logging.INFO, f"Resumed from the nodes' own disks, which have done {step} steps.")
         return step, False
 
     def _tell(self, level: int, text: str) -> None:
-        if self.scope.is_first:
+        if self.state.scope.is_first:
             _log.log(level, "%s", text)
 
     def close(self) -> None:

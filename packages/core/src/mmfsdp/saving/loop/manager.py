@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from mmfsdp.checkpoint.files.disk import place, refuse_empty
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments, same_path
+from mmfsdp.errors import ConfigError
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.directory.held import HeldRun
 from mmfsdp.saving.directory.record import identity_of
@@ -21,7 +22,7 @@ from mmfsdp.saving.directory.run import Retention
 from mmfsdp.saving.loop.managed_run import ManagedRun
 from mmfsdp.saving.loop.run_state import RunState, Stateful
 from mmfsdp.saving.loop.save_loop import SaveLoop
-from mmfsdp.saving.loop.settings import ManagerSettings
+from mmfsdp.saving.loop.settings import LoopSettings
 from mmfsdp.saving.nodes.tier import NodeTier
 
 __all__ = ["CheckpointManager"]
@@ -99,11 +100,12 @@ class CheckpointManager:
         exit_code: int = 75,
     ) -> None:
         refuse_empty(directory)
-        settings = ManagerSettings(
+        retention = Retention(max_to_keep, keep_period, keep_best, best_mode)
+        if kind not in ("full", "local", "sharded"):
+            raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {kind!r}.")
+        settings = LoopSettings(
             every_steps=every_steps,
             every_minutes=every_minutes,
-            retention=Retention(max_to_keep, keep_period, keep_best, best_mode),
-            kind=kind,
             background=background,
             if_busy=if_busy,
             is_tiered=fast_directory is not None,
@@ -118,13 +120,14 @@ class CheckpointManager:
         listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}
         named |= {} if scaler is None else {"scaler": scaler}
-        states = RunState(named, dict(state or {}), averaged, sharded.mesh, safe_globals, optimizer, model)
-        given = {**vars(settings), "state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
+        states = RunState(model, scope, optimizer, averaged, named, dict(state or {}), safe_globals)
+        given = {**vars(settings), "retention": retention, "kind": kind}
+        given |= {"state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
         check_same_arguments(scope, "CheckpointManager()", given)
         self.directory = place(same_path(directory, scope))
         identity = identity_of((param.fqn, param.shape) for param in sharded.plan.all_params())
         files = HeldRun(self.directory, scope, run=run, model=identity)
-        self._run = ManagedRun(settings, scope, model, optimizer, states, files, None, safe_globals)
+        self._run = ManagedRun(states, files, kind, not background, retention)
         if fast_directory is not None:
             try:
                 where = Path(same_path(fast_directory, scope))

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,23 +47,24 @@ class Stateful(Protocol):
 class RunState:
     """What belongs to a run besides its model and optimizer."""
 
+    model: nn.Module
+    """The sharded model, whose weights are saved elsewhere; of its buffers only those of the first rank are."""
+    scope: Scope
+    """The ranks of its mesh."""
+    optimizer: Optimizer | None
+    """The optimizer, whose state is saved elsewhere."""
+    averaged: nn.Module | None
+    """Averaged weights: a sharded model."""
     shared: Mapping[str, Stateful]
     """Objects whose state is the same on every rank: schedulers, the scaler."""
     own: Mapping[str, Stateful]
     """The user's objects, whose state may differ between ranks."""
-    averaged: nn.Module | None
-    """Averaged weights: a sharded model."""
-    mesh: DeviceMesh
-    """The ranks."""
-    safe_globals: Sequence[Any] = ()
+    safe_globals: Sequence[Any]
     """Classes that states may hold besides plain data."""
-    optimizer: Optimizer | None = None
-    """The optimizer, whose state is saved elsewhere."""
-    model: nn.Module | None = None
-    """The sharded model, whose weights are saved elsewhere; of its buffers only those of the first rank are."""
     _checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self._mesh = find_sharded_model(self.model).mesh
         for name, item in {**self.shared, **self.own}.items():
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
                 raise ConfigError(
@@ -72,17 +72,17 @@ class RunState:
                     "object that has both, such as a scheduler or a class of your own."
                 )
 
-    def content(self, step: int, scope: Scope, *, whole: bool) -> dict[str, Any]:
+    def content(self, step: int, *, whole: bool) -> dict[str, Any]:
         """Return what to save beside weights and optimizer state. Collective: every rank.
 
         Args:
             step: The number of steps that are done.
-            scope: The ranks.
             whole: Gather averaged weights on the first rank, for a checkpoint of kind ``full``.
 
         Raises:
             UnsafePickleError: At the first save: some state holds an object that could not be loaded.
         """
+        scope = self.scope
         shared = {name: item.state_dict() for name, item in self.shared.items()}
         own = {name: item.state_dict() for name, item in self.own.items()}
         by_rank = {
@@ -97,7 +97,7 @@ class RunState:
             self._checked = True
 
         def rows(data: bytes) -> torch.Tensor:
-            return rows_of_ranks(data, self.mesh, scope, whole=whole)
+            return rows_of_ranks(data, self._mesh, scope, whole=whole)
 
         run = {
             "version": _VERSION,
@@ -107,9 +107,9 @@ class RunState:
             "shared": shared,
             "own": own,
             "by_rank": {name: rows(_saved(state)) for name, state in by_rank.items()},
-            "random": rows(random_state(self.mesh.device_type)),
+            "random": rows(random_state(self._mesh.device_type)),
         }
-        if self.model is not None and (buffers := buffers_of_ranks(self.model, scope, whole=whole)) is not None:
+        if (buffers := buffers_of_ranks(self.model, scope, whole=whole)) is not None:
             run["buffers"] = buffers
         if self.averaged is None:
             return {"run": run}
@@ -130,12 +130,11 @@ class RunState:
             if (sentence := getattr(item, "inexact", None)) is not None:
                 _log.warning("%r: %s", name, sentence)
 
-    def examined(self, content: dict[str, Any], ranks: int, step: int) -> dict[str, Any]:
+    def examined(self, content: dict[str, Any], step: int) -> dict[str, Any]:
         """Return a checkpoint's content if it fits this run; what all ranks share is read. Not collective.
 
         Args:
             content: The content, with tensors that are still on disk. Not changed.
-            ranks: How many ranks this run has.
             step: How many steps are done, by the name of the checkpoint.
 
         Raises:
@@ -170,10 +169,10 @@ class RunState:
                 f"train on with foreign settings. Pass {saved[name]}; or load the weights alone with "
                 "load_checkpoint(path, model), and give the CheckpointManager a new directory."
             )
-        if run["by_rank"] and run["ranks"] != ranks:
+        if run["by_rank"] and run["ranks"] != self.scope.size:
             raise RunDirectoryError(
                 f"Each of the {run['ranks']} ranks that saved the checkpoint had its own state of "
-                f"{name_list(sorted(run['by_rank']))}, so it cannot be restored on {ranks} ranks. Resume on "
+                f"{name_list(sorted(run['by_rank']))}, so it cannot be restored on {self.scope.size} ranks. Resume on "
                 f"{run['ranks']} ranks, or let its state_dict() hold what all ranks share, as DataPosition does."
             )
         if self.averaged is not None:
@@ -184,21 +183,20 @@ class RunState:
                 raise StateDictError(f"The averaged weights of the checkpoint do not fit the averaged model: {found}.")
         return {**content, "run": {**run, **{name: read_now(run[name]) for name in ("shared", "own")}}}
 
-    def restore(self, rest: Mapping[str, Any], scope: Scope) -> None:
+    def restore(self, rest: Mapping[str, Any]) -> None:
         """Give all objects and generators the state that a checkpoint holds. Collective: every rank.
 
         Args:
             rest: What `examined` returned. Each rank reads its own row of what differs between ranks.
-            scope: The ranks.
 
         Raises:
             CheckpointError: A rank cannot read its part; raised on every rank.
         """
-        run = rest["run"]
+        run, scope = rest["run"], self.scope
         if self.averaged is not None:
             load_model_state_dict(self.averaged, rest["averaged"])
         on_as_many = run["ranks"] == scope.size
-        buffers = run.get("buffers") if self.model is not None else None
+        buffers = run.get("buffers")
         rows = [*run["by_rank"].values(), run["random"]] if on_as_many else []
         rows += [buffers] if on_as_many and buffers is not None else []
         locate([(tensor, row_box(tensor, scope.place)) for tensor in rows], scope)
@@ -211,8 +209,8 @@ class RunState:
                     state = run["shared" if name in self.shared else "own"][name]
                 item.load_state_dict(state)
             if on_as_many:
-                restore_random_state(own_row(run["random"], scope.place), self.mesh.device_type)
-                if self.model is not None and buffers is not None:
+                restore_random_state(own_row(run["random"], scope.place), self._mesh.device_type)
+                if buffers is not None:
                     restore_buffers(self.model, own_row(buffers, scope.place))
             elif scope.is_first:
                 if buffers is not None:

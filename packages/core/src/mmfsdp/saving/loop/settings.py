@@ -1,4 +1,4 @@
-"""The settings of a `CheckpointManager`, and of a loop that saves in another way: the same on all ranks."""
+"""The settings of a loop that saves, whatever it saves: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.saving.directory.run import Retention, check_count
+from mmfsdp.saving.directory.run import check_count
 
-__all__ = ["LoopSettings", "ManagerSettings"]
+__all__ = ["LoopSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,3 @@ class LoopSettings:
     def have_passed(self, seconds: float) -> bool:
         """Whether it is time to save again, so many seconds after the last save."""
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManagerSettings(LoopSettings):
-    """Also what to save and to keep; `mmfsdp.CheckpointManager` explains each.
-
-    Raises:
-        ConfigError: A setting has a wrong value.
-    """
-
-    retention: Retention
-    kind: Literal["full", "local", "sharded"]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in ("full", "local", "sharded"):
-            raise ConfigError(f"kind must be 'full', 'local' or 'sharded', got {self.kind!r}.")

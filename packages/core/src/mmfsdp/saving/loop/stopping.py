@@ -4,57 +4,86 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from mmfsdp.errors import ConfigError
-from mmfsdp.saving.loop.stop_signals import StopSignals
 
 __all__ = ["Stopping"]
 
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LAST_WORDS = 1.0  # seconds before the end of the grace period at which a process leaves, a tenth of it at most
 _log = logging.getLogger("mmfsdp.saving")
 
 
 class Stopping:
     """Whether this process is to leave, and with which exit code. Not collective.
 
+    Takes SIGTERM and SIGUSR1, where the program has no handler for them, until it is closed. Python runs handlers only
+    between two instructions of the main thread, which may be minutes apart: in a collective, a compiler, a save. So a
+    thread of its own reads the signals from a pipe.
+
     Args:
-        grace_seconds: How long it may live after a signal; ``None`` leaves signals alone.
-        exit_code: Its exit code.
+        grace_seconds: How long the process may live after the first signal; ``None`` leaves signals alone.
+        exit_code: Its exit code, also if it has not left by then.
         kept: Says what is on disk, and what is lost. Called by another thread.
     """
 
     def __init__(self, grace_seconds: float | None, exit_code: int, kept: Callable[[], str]) -> None:
-        self._code, self._kept = exit_code, kept
-        self._signals = None if grace_seconds is None else StopSignals(grace_seconds, exit_code, kept)
-
-    @property
-    def is_on(self) -> bool:
+        self.is_on = grace_seconds is not None
         """Whether this process may be asked to leave."""
-        return self._signals is not None
+        self.is_asked = False
+        """Whether a signal came, or `ask` was called."""
+        self._grace, self._code, self._kept = grace_seconds or 0.0, exit_code, kept
+        self._deadline: float | None = None
+        self._taken: dict[signal.Signals, Any] = {}  # and the handlers before
+        if self.is_on:
+            self._take_signals()
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether this process was asked to leave."""
-        return self._signals is not None and self._signals.asked
+    def _take_signals(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._former = -1
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._taken = {number: handler for number, handler in found.items() if handler in (signal.SIG_DFL, _note)}
+            if self._taken:
+                self._former = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+            for number in self._taken:
+                signal.signal(number, _note)
+        else:
+            _log.warning(
+                "This CheckpointManager is made outside of the main thread, where Python cannot take signals. Call its "
+                "request_stop() from a handler of your own."
+            )
+        self._thread = threading.Thread(target=self._listen, name="mmfsdp stop signals", daemon=True)
+        self._thread.start()
 
     def ask(self) -> None:
-        """Begin to leave, as if a signal had come. Any thread, and any handler, may call this.
+        """Begin to leave as if a signal had come, unless one has. Any thread, and any handler, may call this.
 
         Raises:
             ConfigError: ``grace_seconds`` is ``None``.
         """
-        if self._signals is None:
+        if not self.is_on:
             raise ConfigError("request_stop() needs grace_seconds, the time that ranks have to save and leave.")
-        self._signals.ask()
+        if not self.is_asked:
+            self.is_asked = True
+            self._theirs.send(bytes([0]))
 
     def leave(self, sender: int, *, tells: bool) -> NoReturn:
         """Raise ``SystemExit``.
 
         Args:
-            sender: The place of the rank that was asked.
+            sender: The rank that was asked.
             tells: Whether this rank writes to the log why it leaves, and what is on disk.
         """
         if tells:
@@ -64,10 +93,63 @@ class Stopping:
         raise SystemExit(self._code)
 
     def close(self) -> None:
-        """Give the signals back, unless one came: it ends the process, if nothing else does."""
-        if self._signals is not None and not self._signals.asked:
-            self._signals.close()
-            self._signals = None
+        """Give the signals back, unless one came: it ends the process, if nothing else does.
+
+        In another thread than the main one, which cannot do so, they stay taken.
+        """
+        if not self.is_on or self.is_asked:
+            return
+        self.is_on = False
+        if self._taken and threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._taken.items():
+            if signal.getsignal(number) is _note:
+                signal.signal(number, handler)
+        if self._taken:
+            signal.set_wakeup_fd(self._former)
+        self._taken = {}
+        # The thread reads the end of the stream, and returns. close() alone would not send it, as workers of data
+        # loaders may have inherited the socket.
+        self._theirs.shutdown(socket.SHUT_RDWR)
+        self._theirs.close()
+        self._thread.join()
+        self._ours.close()
+
+    def _listen(self) -> None:
+        while True:
+            left = None if self._deadline is None else self._deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._end()
+            self._ours.settimeout(left)
+            try:
+                numbers = self._ours.recv(64)
+            except TimeoutError:
+                continue
+            if not numbers:
+                return
+            for number in numbers:
+                if self._former != -1 and number:
+                    os.write(self._former, bytes([number]))  # for whoever had the pipe before, such as an event loop
+                if number in self._taken or not number:
+                    self._begin(signal.Signals(number).name if number else "A request to stop")
+
+    def _begin(self, name: str) -> None:
+        if self._deadline is None:
+            self.is_asked = True
+            self._deadline = time.monotonic() + self._grace - min(_LAST_WORDS, self._grace / 10)
+            _log.warning("%s: this rank saves after its step, and leaves within %g s.", name, self._grace)
+        else:
+            _log.warning("%s, again: this rank is about to leave. %s", name, self._kept())
+
+    def _end(self) -> None:
+        """End the process; the main thread may be anywhere, and hold any lock, that of the log included."""
+        text = f"mmfsdp: the step or save did not end within {self._grace:g} s of the signal. {self._kept()}\n"
+        os.write(2, text.encode())
+        os._exit(self._code)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: that Python has a handler is what makes it write to the pipe."""
 
 
 def _end_groups() -> None:
