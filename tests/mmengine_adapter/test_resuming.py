@@ -26,12 +26,12 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, MODELS, OPTIM_WRAP
 from mmengine.registry import LOOPS as TRAIN_LOOPS
 from mmengine.runner import FlexibleRunner, IterBasedTrainLoop, Runner
 from tests.mmengine_adapter.toy import POLICY, History, ToyData, ToyModel, config, run, strategy, train
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from mmfsdp import model_state_dict
 from mmfsdp.testing import run_ranks
 from mmfsdp_mmengine.checkpoints.latest import find_latest_checkpoint
-from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook
+from mmfsdp_mmengine.hooks.resuming import DistSamplerSeedHook, _Rest
 
 _runs = itertools.count()
 
@@ -331,6 +331,19 @@ def test_workers_that_stay_are_reported_once_and_samples_are_counted() -> None:
     [text] = said
     assert "random augmentations differ" in text
     assert (found["progress"]["counted_at"], found["progress"]["seen"]) == (5, 20)
+
+
+@pytest.mark.parametrize("round_up", [True, False])
+def test_a_whole_epoch_is_divided_as_mmengine_divides_it(round_up: bool) -> None:
+    for length, ranks in itertools.product([1, 3, 7, 8], [1, 2, 3, 4]):
+        for rank in range(ranks):
+            sampler = DefaultSampler(range(length), shuffle=True, seed=3, round_up=round_up)
+            sampler.rank, sampler.world_size = rank, ranks
+            sampler.num_samples = -(-(length if round_up else length - rank) // ranks)
+            sampler.total_size = sampler.num_samples * ranks if round_up else length
+            batches = BatchSampler(sampler, 2, drop_last=False)
+            assert [*_Rest(batches, 0)] == [*sampler]
+            assert batches.sampler is sampler
 
 
 @TRAIN_LOOPS.register_module(force=True)

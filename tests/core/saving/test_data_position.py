@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import mmfsdp
 from mmfsdp.errors import ConfigError, StateDictError
-from mmfsdp.saving.data.order import Division, share_of
+from mmfsdp.saving.data.order import own_samples
 
 
 class Numbers(Dataset[int]):
@@ -53,7 +53,7 @@ def test_from_the_beginning_the_shares_are_those_of_torch(length: int, drop_last
             torchs = DistributedSampler(Numbers(length), ranks, rank, shuffle=False, drop_last=drop_last)
             if length < ranks:
                 continue  # torch repeats the data set more than once, or has nothing
-            assert share_of(range(length), 0, Division(ranks, rank, drop_last)) == list(torchs)
+            assert own_samples(torchs, range(length)) == list(torchs)
 
 
 RANKS_AND_BATCHES = [((2, 6), (3, 4)), ((2, 6), (1, 12)), ((3, 4), (4, 3)), ((4, 3), (2, 6))]

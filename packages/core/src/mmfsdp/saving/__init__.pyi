@@ -1,3 +1,5 @@
+from mmfsdp.saving.data.order import samples_left as samples_left
+from mmfsdp.saving.data.order import whole_order as whole_order
 from mmfsdp.saving.directory.disk import names_of_damaged as names_of_damaged
 from mmfsdp.saving.directory.held import HeldDirectory as HeldDirectory
 from mmfsdp.saving.directory.store import Store as Store

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mmengine.hooks
-from mmengine.dataset import DefaultSampler
+from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.runner import EpochBasedTrainLoop
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from mmfsdp.saving import restore_random_state
+from mmfsdp.saving import restore_random_state, samples_left, whole_order
 from mmfsdp_mmengine.checkpoints.strategy_states import CheckpointingStrategy
-from mmfsdp_mmengine.hooks.data_offsets import begin_at
 from mmfsdp_mmengine.registry import HOOKS, replace_stock
 
 __all__ = ["DistSamplerSeedHook"]
@@ -167,7 +167,7 @@ def _begin(runner: Any, seen: int, progress: dict[str, Any]) -> tuple[int, bool]
         return seen // now, False
     sampler = _sampler_of(loader)
     several = type(sampler) is DefaultSampler and seen > len(sampler) * runner.world_size  # several of its epochs
-    began = not several and begin_at(loader, seen)
+    began = not several and _begin_at(loader, seen)
     if before != now:
         runner.logger.warning(
             f"All ranks together take {now} samples per iteration, and took {before} when the checkpoint was saved: "
@@ -181,6 +181,42 @@ def _begin(runner: Any, seen: int, progress: dict[str, Any]) -> tuple[int, bool]
             "and an InfiniteSampler, without a batch sampler of your own, begin at any sample."
         )
     return 0 if began else seen // now, began
+
+
+def _begin_at(loader: DataLoader[Any], seen: int) -> bool:
+    """Let the next iterator over a loader begin behind some samples of its epoch, if it can, and return whether.
+
+    It can if its sampler is one of MMEngine's, and batches are the sampler's next samples. With a `DefaultSampler` only
+    the next epoch is a part of one; an `InfiniteSampler` has one epoch.
+    """
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return False
+    sampler: Any = batches.sampler
+    if type(sampler) is InfiniteSampler:
+        sampler.indices = itertools.islice(sampler._infinite_indices(), seen + sampler.rank, None, sampler.world_size)
+    elif type(sampler) is DefaultSampler:
+        batches.sampler = _Rest(batches, seen)
+    else:
+        return False
+    return True
+
+
+class _Rest(Sampler[int]):
+    """What is left of an epoch of a `DefaultSampler`, which the batch sampler gets back when this begins."""
+
+    def __init__(self, batches: BatchSampler, seen: int) -> None:
+        self._batches, self._seen = batches, seen
+        self._whole: Any = batches.sampler
+
+    def __iter__(self) -> Iterator[int]:
+        self._batches.sampler = whole = self._whole
+        order = whole_order(whole, world_size=1, rank=0)
+        end: Literal["keep", "repeat"] = "repeat" if whole.round_up else "keep"
+        return iter(samples_left(order, self._seen, ranks=whole.world_size, rank=whole.rank, end=end))
+
+    def __len__(self) -> int:
+        return len(self._whole)
 
 
 def _reseed(loader: DataLoader[Any], sampler_seed: int | None, seed: int) -> bool:

@@ -1,49 +1,61 @@
-"""Divides the order of an epoch's samples among ranks, from any sample on: the arithmetic of `DataPosition`."""
+"""Divides the order of an epoch's samples among ranks, from any sample on, as samplers do from the first one on."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DistributedSampler
 
-__all__ = ["Division", "order_of", "share_of"]
+__all__ = ["order_of", "own_samples", "samples_left", "whole_order"]
 
 Order = Callable[[int], Sequence[int]]
 """Returns the indices of an epoch's samples in the order in which all ranks together see them."""
 
 
-@dataclass(frozen=True)
-class Division:
-    """How the ranks divide an order: each takes every n-th sample, beginning at its own place."""
-
-    ranks: int
-    place: int
-    drop_last: bool
-    """Leave samples out at the end if they cannot be divided; otherwise the first ones are seen twice."""
-
-
-def share_of(order: Sequence[int], consumed: int, division: Division) -> list[int]:
+def samples_left(
+    order: Sequence[int], consumed: int, *, ranks: int, rank: int, end: Literal["drop", "keep", "repeat"]
+) -> list[int]:
     """Return the samples that one rank still sees in an epoch.
 
-    All ranks together see ``order[consumed:]``, in this order. At the end samples are left out, or the first ones of
-    the order are repeated, as `torch.utils.data.DistributedSampler` does.
+    All ranks together see ``order[consumed:]``: each takes every n-th sample, the first rank from the first one on.
 
     Args:
         order: The whole epoch.
         consumed: How many samples all ranks have seen together.
-        division: How the ranks divide it.
+        ranks: How many ranks there are.
+        rank: The rank.
+        end: If the samples cannot be divided: ``drop`` the last ones, ``keep`` them, so that some ranks see one more,
+            or ``repeat`` the first ones of the order.
     """
     left = max(len(order) - consumed, 0)
-    beyond = -left % division.ranks
-    if beyond and division.drop_last:
-        return list(order[consumed : len(order) - left % division.ranks][division.place :: division.ranks])
-    own = list(order[consumed + division.place :: division.ranks])
-    if beyond and division.place >= division.ranks - beyond:
-        own.append(order[(division.place - division.ranks + beyond) % len(order)])
+    beyond = -left % ranks
+    if beyond and end == "drop":
+        return list(order[consumed : len(order) - left % ranks][rank::ranks])
+    own = list(order[consumed + rank :: ranks])
+    if end == "repeat" and beyond and rank >= ranks - beyond:
+        own.append(order[(rank - ranks + beyond) % len(order)])
     return own
+
+
+def own_samples(sampler: DistributedSampler[Any], order: Sequence[int], consumed: int = 0) -> list[int]:
+    """Return the samples that the rank of a sampler of torch still sees in an epoch; see `samples_left`."""
+    end: Literal["drop", "repeat"] = "drop" if sampler.drop_last else "repeat"
+    return samples_left(order, consumed, ranks=sampler.num_replicas, rank=sampler.rank, end=end)
+
+
+def whole_order(sampler: Any, **alone: Any) -> list[int]:
+    """Return all samples of an epoch, each once, in the order that a sampler divides among ranks.
+
+    Args:
+        sampler: The sampler. Not changed.
+        **alone: The values that its attributes have where there is one rank.
+    """
+    one = copy.copy(sampler)
+    vars(one).update(alone)
+    one.num_samples = one.total_size = len(one.dataset)
+    return list(one)
 
 
 def order_of(sampler: Any) -> Order | None:
@@ -53,23 +65,19 @@ def order_of(sampler: Any) -> Order | None:
     """
 
     def order(epoch: int) -> Sequence[int]:
-        # The same sampler for one rank yields all samples, and repeats none.
-        alone = copy.copy(sampler)
-        alone.set_epoch(epoch)
-        alone.num_replicas, alone.rank, alone.drop_last = 1, 0, False
-        alone.num_samples = alone.total_size = len(alone.dataset)
-        return list(alone)
+        there = copy.copy(sampler)
+        there.set_epoch(epoch)
+        return whole_order(there, num_replicas=1, rank=0, drop_last=False)
 
     if not isinstance(sampler, DistributedSampler):
         return None
     if type(sampler) is DistributedSampler:
         return order
-    division = Division(sampler.num_replicas, sampler.rank, sampler.drop_last)
     try:
         for epoch in (0, 1):
             own = copy.copy(sampler)
             own.set_epoch(epoch)
-            if list(own) != share_of(order(epoch), 0, division):
+            if list(own) != own_samples(sampler, order(epoch)):
                 return None
     except Exception:  # whatever the class expects of itself
         return None

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mmfsdp.errors import ConfigError, StateDictError
-from mmfsdp.saving.data.order import Division, order_of, share_of
+from mmfsdp.saving.data.order import order_of, own_samples
 from mmfsdp.saving.data.patient_workers import patient_workers
 
 __all__ = ["DataPosition"]
@@ -55,7 +55,6 @@ class DataPosition:
             return
         sampler, batches = self._sampler, loader.batch_sampler
         assert isinstance(batches, BatchSampler)
-        self._division = Division(sampler.num_replicas, sampler.rank, sampler.drop_last)
         self._per_batch = batches.batch_size * sampler.num_replicas
         batches.sampler = _Share(self, len(sampler))
 
@@ -126,7 +125,7 @@ class DataPosition:
 
     def _own_samples(self) -> list[int]:
         assert self._order is not None
-        return share_of(self._order(self.epoch), self._consumed, self._division)
+        return own_samples(self._sampler, self._order(self.epoch), self._consumed)
 
 
 _FACTS = {"samples": "number of samples in the data set", "shuffle": "setting shuffle of the sampler"}
