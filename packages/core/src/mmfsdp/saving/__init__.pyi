@@ -13,9 +13,9 @@ from mmfsdp.saving.loop.rank_buffers import load_buffers_of_ranks as load_buffer
 from mmfsdp.saving.loop.rank_rows import load_row as load_row
 from mmfsdp.saving.loop.rank_rows import row_box as row_box
 from mmfsdp.saving.loop.rank_rows import rows_of_ranks as rows_of_ranks
+from mmfsdp.saving.loop.save_loop import LoopSettings as LoopSettings
 from mmfsdp.saving.loop.save_loop import RunWriter as RunWriter
 from mmfsdp.saving.loop.save_loop import SaveLoop as SaveLoop
-from mmfsdp.saving.loop.settings import LoopSettings as LoopSettings
 from mmfsdp.saving.nodes.tier import NodeTier as NodeTier
 from mmfsdp.saving.reading.contents import open_shared as open_shared
 from mmfsdp.saving.reading.contents import read_checkpoint as read_checkpoint

@@ -29,7 +29,9 @@ from mmfsdp_mmengine.checkpoints.averages import with_averages
 from mmfsdp_mmengine.checkpoints.continuing import (
     Resumed,
     check_resumable,
+    check_same_schedulers,
     optimizer_classes,
+    scheduler_classes,
     warning_of_missing_state,
     warning_of_waiting_gradients,
 )
@@ -43,7 +45,6 @@ from mmfsdp_mmengine.checkpoints.live_content import (
     with_own_counters,
 )
 from mmfsdp_mmengine.checkpoints.pending import PendingWeights
-from mmfsdp_mmengine.checkpoints.saved_schedulers import check_same_schedulers, scheduler_classes
 
 __all__ = ["CheckpointingStrategy"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ import mmengine.hooks
 from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 
-from mmfsdp_mmengine.checkpoints.hashed_files import publish
+from mmfsdp.checkpoint import convert
+from mmfsdp.errors import ConfigError
+from mmfsdp.saving import write_archive
+from mmfsdp_mmengine.checkpoints.live_content import read_content
 from mmfsdp_mmengine.hooks.ema import EMAHook
 from mmfsdp_mmengine.hooks.looped_saves import LoopedSaves, Request
 
@@ -139,7 +144,7 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
         if not Path(ckpt_path).exists():  # it may be a URL
             super()._publish_model(runner, ckpt_path)
             return
-        written = publish(Path(ckpt_path), self.published_keys or [])
+        written = _publish(Path(ckpt_path), self.published_keys or [])
         print_log(f"{ckpt_path} is published as {written}.", logger="current")
 
 
@@ -222,3 +227,37 @@ class _RemovesLater:
         for action, path in self._removals:
             if path not in keep:
                 getattr(self._backend, action)(path)
+
+
+def _publish(path: Path, keys: Sequence[str]) -> Path:
+    """Write some keys of a checkpoint to one file beside it. Not collective.
+
+    Args:
+        path: A ``.pth`` file or a checkpoint directory.
+        keys: Top-level keys, such as ``'meta'`` and ``'state_dict'``. These two are copied in constant memory.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or written.
+        ConfigError: The checkpoint has none of these keys.
+    """
+    target = path.with_suffix(".pth")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".publishing-") as folder:
+        if {*keys} == {"meta", "state_dict"}:
+            named = Path(convert(path, Path(folder) / target.name, publish=True, trust=True).path)
+            return named.rename(path.with_name(named.name))
+        source = path
+        if path.is_dir():
+            source = Path(folder) / "whole.pth"
+            convert(path, source, keep="all", trust=True)
+        content = {key: value for key, value in read_content(source).items() if key in keys}
+        if not content:
+            raise ConfigError(f"{path.name} has none of the published_keys {list(keys)}.", config="published_keys")
+        written = Path(folder) / "published.pth"
+        write_archive(content, written)
+        with written.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        final = target.with_name(f"{target.stem}-{digest[:8]}.pth")
+        return written.rename(final)

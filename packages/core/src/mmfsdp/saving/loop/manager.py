@@ -21,8 +21,7 @@ from mmfsdp.saving.directory.record import identity_of
 from mmfsdp.saving.directory.run import Retention
 from mmfsdp.saving.loop.managed_run import ManagedRun
 from mmfsdp.saving.loop.run_state import RunState, Stateful
-from mmfsdp.saving.loop.save_loop import SaveLoop
-from mmfsdp.saving.loop.settings import LoopSettings
+from mmfsdp.saving.loop.save_loop import LoopSettings, SaveLoop
 from mmfsdp.saving.nodes.tier import NodeTier
 
 __all__ = ["CheckpointManager"]
