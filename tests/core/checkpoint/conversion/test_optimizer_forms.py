@@ -127,7 +127,7 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     model(torch.randn(4, 6)).sum().backward()
     backwards.step()
     torch.save({"state_dict": model.state_dict(), "optimizer": backwards.state_dict()}, tmp_path / "back.pth")
-    with pytest.raises(FormatError, match=r"place 0 is of shape \[5\], and '0.weight' \[5, 6\]"):
+    with pytest.raises(FormatError, match=r"position 0 is of shape \[5\], and '0.weight' \[5, 6\]"):
         convert(tmp_path / "back.pth", tmp_path / "dcp", to="dcp")
     report = convert(tmp_path / "back.pth", tmp_path / "dcp", to="dcp", drop=["optimizer"])
     assert report.dropped == ("optimizer",)

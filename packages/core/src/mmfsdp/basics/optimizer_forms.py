@@ -1,4 +1,4 @@
-"""The forms that an optimizer's state has on disk and in memory, and how the flattened form is recognised.
+"""The forms that an optimizer's state has on disk and in memory, and how one becomes another.
 
 - By position: ``{'state': {0: {...}}, 'param_groups': [{'params': [0], ...}]}``, from ``Optimizer.state_dict()``.
 - By name: the same with names of parameters instead of numbers, from torch's ``get_optimizer_state_dict()``.
@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["GROUPS", "MATRICES", "NAMES", "STATE", "numbered", "unflattened"]
+__all__ = ["GROUPS", "MATRICES", "NAMES", "STATE", "by_index", "by_name", "numbered", "unflattened", "with_names"]
 
 STATE, GROUPS = "state", "param_groups"
 NAMES = "param_names"
@@ -34,6 +34,48 @@ def unflattened(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         name, _, entry = rest.rpartition(".")
         (state if kind == STATE else groups).setdefault(name, {})[entry] = value
     return {STATE: state, GROUPS: [{**settings, "params": [name]} for name, settings in groups.items()]}
+
+
+def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state by name as state by position: parameters are numbered in the order of the groups.
+
+    State outside of all groups, such as a wrapper's own, keeps its keys. Nothing is changed in place.
+    """
+    groups, state = state_dict[GROUPS], state_dict[STATE]
+    index = {name: number for number, name in enumerate(name for group in groups for name in group.get("params", ()))}
+    known = {number: state[name] for name, number in index.items() if name in state}
+    return {
+        **state_dict,
+        STATE: {**known, **{name: entries for name, entries in state.items() if name not in index}},
+        GROUPS: [{**group, "params": [index[name] for name in group.get("params", ())]} for group in groups],
+    }
+
+
+def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by position as state by name. State outside of all groups keeps its keys.
+
+    Args:
+        state_dict: State by position. Not changed.
+        names: The names in each param group, in the order of its positions.
+    """
+    own: dict[Any, str] = {}
+    groups = []
+    for group, members in zip(state_dict[GROUPS], names, strict=True):
+        own |= dict(zip(group.get("params", ()), members, strict=True))
+        groups.append({**{key: value for key, value in group.items() if key != NAMES}, "params": list(members)})
+    state = {own.get(numbered(key), key): entries for key, entries in state_dict[STATE].items()}
+    return {**state_dict, STATE: state, GROUPS: groups}
+
+
+def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return state by position whose groups also hold the names, under ``'param_names'`` as in torch.
+
+    Args:
+        state_dict: State by position. Not changed.
+        names: See `by_name`.
+    """
+    groups = [{**group, NAMES: list(members)} for group, members in zip(state_dict[GROUPS], names, strict=True)]
+    return {**state_dict, GROUPS: groups}
 
 
 def numbered(key: Any) -> Any:

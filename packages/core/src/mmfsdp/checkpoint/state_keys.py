@@ -9,23 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
+from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, by_index, by_name, numbered, unflattened, with_names
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_weights, is_ref
 from mmfsdp.errors import FormatError
 
-__all__ = ["in_one_form", "states_by_name", "states_by_place"]
+__all__ = ["in_one_form", "states_by_name", "states_by_index"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: no parameters
 
 
-def states_by_place(tree: Any) -> Any:
+def states_by_index(tree: Any) -> Any:
     """Return content in which every optimizer's state is indexed by position. Nothing is changed in place.
 
-    The places are those of the names in the param groups; the names are kept under ``'param_names'``, where torch
-    itself puts them if it knows them.
+    The names are kept under ``'param_names'``, where torch itself puts them if it knows them.
     """
-    return _mapped(tree, _placed)
+    return _mapped(tree, _indexed)
 
 
 def states_by_name(tree: Any, layout: Layout) -> tuple[Any, tuple[str, ...]]:
@@ -83,53 +82,32 @@ def _params(state: Mapping[str, Any]) -> list[list[Any]]:
     return [list(group.get("params", ())) for group in state[GROUPS]]
 
 
-def _placed(state: dict[str, Any]) -> dict[str, Any]:
+def _indexed(state: dict[str, Any]) -> dict[str, Any]:
     params = _params(state)
     flat = [name for group in params for name in group]
     if not flat or not all(isinstance(name, str) for name in flat):
         return state
-    place = {name: number for number, name in enumerate(flat)}
-    known = {name: entries for name, entries in state[STATE].items() if name in place}
-    groups = [
-        {**group, "params": [place[name] for name in names], NAMES: names}
-        for group, names in zip(state[GROUPS], params, strict=True)
-    ]
-    # State outside of all groups, such as a wrapper's own, keeps its keys.
-    rest = {name: entries for name, entries in state[STATE].items() if name not in place}
-    return {**state, STATE: {place[name]: known[name] for name in flat if name in known} | rest, GROUPS: groups}
+    return with_names(by_index(state), params)
 
 
 def _named(state: dict[str, Any], model: Mapping[str, TensorRef], layout: Layout, notes: list[str]) -> dict[str, Any]:
     params = _params(state)
-    places = [place for group in params for place in group]
-    if not places or not all(type(place) is int for place in places):
+    indices = [index for group in params for index in group]
+    if not indices or not all(type(index) is int for index in indices):
         return state
-    names = _stored_names(state)
-    if names is None:
-        names = _guessed_names(state, places, model, layout)
+    names = [list(group.get(NAMES) or ()) for group in state[GROUPS]]
+    fits = [*map(len, names)] == [*map(len, params)]
+    if not fits or not all(isinstance(name, str) for group in names for name in group):
+        guessed = _guessed_names(state, sorted(indices), model, layout)
+        names = [[guessed[index] for index in group] for group in params]
         notes.append("the optimizer's state has no names: they were derived from the order and shapes of the weights")
-    name = dict(zip(places, names, strict=True))
-    groups = [
-        {**{key: value for key, value in group.items() if key != NAMES}, "params": [name[place] for place in own]}
-        for group, own in zip(state[GROUPS], params, strict=True)
-    ]
-    return {
-        **state,
-        STATE: {name.get(numbered(key), key): entries for key, entries in state[STATE].items()},
-        GROUPS: groups,
-    }
-
-
-def _stored_names(state: Mapping[str, Any]) -> list[str] | None:
-    names = [name for group in state[GROUPS] for name in group.get(NAMES) or ()]
-    fits = all(len(group.get(NAMES) or ()) == len(group.get("params", ())) for group in state[GROUPS])
-    return names if fits and all(isinstance(name, str) for name in names) else None
+    return by_name(state, names)
 
 
 def _guessed_names(
-    state: Mapping[str, Any], places: Sequence[int], model: Mapping[str, TensorRef], layout: Layout
-) -> list[str]:
-    """Return the names of the weights in order, if there are as many as places, and every state is of their shapes."""
+    state: Mapping[str, Any], indices: Sequence[int], model: Mapping[str, TensorRef], layout: Layout
+) -> dict[int, str]:
+    """Return the names of the weights in order, if there are as many as indices, and every state is of their shapes."""
     names: list[str] = []
     seen: set[object] = set()
     for name, ref in model.items():
@@ -138,16 +116,18 @@ def _guessed_names(
         if name.rpartition(".")[2] not in _BUFFERS and chunks not in seen:  # tied weights are one parameter
             seen.add(chunks)
             names.append(name)
-    if len(names) != len(places):
-        raise _unknown(layout, f"it is of {len(places)} parameters, and the weights hold {len(names)} tensors")
-    by_place = {numbered(key): entries for key, entries in state[STATE].items()}
-    for place, name in zip(sorted(places), names, strict=True):
+    if len(names) != len(indices):
+        raise _unknown(layout, f"it is of {len(indices)} parameters, and the weights hold {len(names)} tensors")
+    numbers = {numbered(key): entries for key, entries in state[STATE].items()}
+    guessed = dict(zip(indices, names, strict=True))
+    for index, name in guessed.items():
         shape = layout.tensors[model[name].name].shape
-        shapes = [layout.tensors[ref.name].shape for ref in _refs(by_place.get(place))]
+        shapes = [layout.tensors[ref.name].shape for ref in _refs(numbers.get(index))]
         if shapes and shape not in shapes and any(shapes):
-            raise _unknown(layout, f"that of place {place} is of shape {list(max(shapes))}, and {name!r} {list(shape)}")
-    order = dict(zip(sorted(places), names, strict=True))
-    return [order[place] for place in places]
+            raise _unknown(
+                layout, f"that of position {index} is of shape {list(max(shapes))}, and {name!r} {list(shape)}"
+            )
+    return guessed
 
 
 def _refs(entries: Any) -> list[TensorRef]:

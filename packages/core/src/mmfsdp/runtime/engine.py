@@ -64,7 +64,7 @@ class OptimizerStates(Protocol):
         """Return the state by FQN, each rank's own part as DTensors."""
         ...
 
-    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+    def by_index(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the state by position, each rank's own part as DTensors."""
         ...
 

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from mmfsdp.basics.optimizer_forms import STATE
+from mmfsdp.basics.optimizer_forms import STATE, by_name
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.errors import StateDictError, UnsupportedCallError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.model import is_first_rank
-from mmfsdp.state.optimizers import named_optimizer
+from mmfsdp.state.optimizers.fitting import fit_state
 from mmfsdp.state.optimizers.plain import gathered, optim_state_to_load, sharded_by_name
 from mmfsdp.state.sending import send_optim_state
 from mmfsdp.torch_style.state_dict_types import get_state_dict_type, on_cpu
@@ -229,11 +229,11 @@ def rekey_optim_state_dict(
             f"The optimizer has {len(unknown)} parameters that are not the model's. Pass the model it was built from."
         )
     groups = [[names[id(param)] for param in group["params"]] for group in param_groups]
-    by_place = named_optimizer.by_place(optim_state_dict, groups, [{} for _ in groups])
+    fitting = fit_state(optim_state_dict, groups, [{} for _ in groups])
     if optim_state_key_type == OptimStateKeyType.PARAM_ID:
-        return by_place
+        return fitting
     if optim_state_key_type == OptimStateKeyType.PARAM_NAME:
-        return named_optimizer.by_name(by_place, groups)
+        return by_name(fitting, groups)
     raise StateDictError(
         f"optim_state_key_type must be OptimStateKeyType.PARAM_NAME or PARAM_ID, got {optim_state_key_type!r}."
     )

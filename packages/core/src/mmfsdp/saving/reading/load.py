@@ -24,7 +24,7 @@ from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading.contents import open_shared, read_whole
 from mmfsdp.saving.reading.source import Source
 from mmfsdp.state.model import load_model_state_dict
-from mmfsdp.state.optimizers.named_optimizer import renamed
+from mmfsdp.state.optimizers.fitting import renamed
 from mmfsdp.state.optimizers.plain import prepare_optim_load
 from mmfsdp.state.report import LoadReport
 

@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmfsdp.basics.nested import map_values, nested_values
-from mmfsdp.basics.optimizer_forms import MATRICES
+from mmfsdp.basics.optimizer_forms import MATRICES, by_name
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.runtime.dtensors import Box, box_of
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.state.lazy_tensors import LazyTensor, check_unchanged, local_value, whole_box, whole_value
-from mmfsdp.state.optimizers import named_optimizer
 from mmfsdp.state.optimizers.compressed import COMPRESSED, first_state, names_of_compressed, recompress
 
 __all__ = ["DTensorStates", "stored_values"]
@@ -35,13 +34,13 @@ class DTensorStates:
         return [[names[id(param)] for param in group["params"]] for group in self._optimizer.param_groups]
 
     def by_name(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
-        return named_optimizer.by_name(self.by_place(own_form), self.names_in_groups())
+        return by_name(self.by_index(own_form), self.names_in_groups())
 
-    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+    def by_index(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
         return {**(self._optimizer.state_dict() if own_form is None else own_form)}
 
     def boxes(self, fitting: Mapping[str, Any]) -> Iterator[tuple[LazyTensor, Box]]:
-        at = _params_by_place(self._optimizer, fitting)
+        at = _params_by_index(self._optimizer, fitting)
         for place, entries in fitting["state"].items():
             for name, entry in entries.items():
                 for _, value in nested_values("", entry):
@@ -50,7 +49,7 @@ class DTensorStates:
                         yield value, box_of(at[place]) if is_like else whole_box(value)
 
     def to_load(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
-        at = _params_by_place(self._optimizer, fitting)
+        at = _params_by_index(self._optimizer, fitting)
         group_of = {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
         compressed = names_of_compressed(fitting)
 
@@ -86,7 +85,7 @@ def stored_values(fitting: Mapping[str, Any]) -> list[LazyTensor]:
     ]
 
 
-def _params_by_place(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+def _params_by_index(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     places = (place for group in fitting["param_groups"] for place in group["params"])
     return dict(zip(places, params, strict=True))

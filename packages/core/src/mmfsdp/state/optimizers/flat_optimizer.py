@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictSettings, 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mmfsdp.basics.optimizer_forms import GROUPS, STATE, by_index, by_name
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.basics.torch_releases import start_adagrad
 from mmfsdp.collective.steps import any_of, on_all_ranks
@@ -55,15 +56,8 @@ class FlatStates:
                 named["state"] = {}
         return _in_order(state, optimizer, named)
 
-    def by_place(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
-        named = self.by_name(own_form)
-        places: dict[str, int] = {}
-        groups = []
-        for group in named["param_groups"]:
-            places |= {fqn: place for place, fqn in enumerate(group["params"], len(places))}
-            groups.append({**group, "params": [places[fqn] for fqn in group["params"]]})
-        values = {places[fqn]: dict(entries) for fqn, entries in named["state"].items()}
-        return {"state": dict(sorted(values.items())), "param_groups": groups}
+    def by_index(self, own_form: Mapping[str, Any] | None) -> dict[str, Any]:
+        return by_index(self.by_name(own_form))
 
     def boxes(self, fitting: Mapping[str, Any]) -> list[tuple[LazyTensor, Box]]:
         return [(value, whole_box(value)) for value in stored_values(fitting)]
@@ -93,20 +87,18 @@ class FlatStates:
         on_all_ranks(load, self._state.scope)
 
     def _named(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
-        fqn_at: dict[int, str] = {}
-        groups = []
-        for fqns, group in zip(self.names_in_groups(), fitting["param_groups"], strict=True):
-            fqn_at |= dict(zip(group["params"], fqns, strict=True))
-            groups.append({**group, "params": fqns})
+        names = self.names_in_groups()
+        named = by_name(fitting, names)[STATE]
 
         def read() -> dict[str, Any]:
             return {
-                fqn_at[place]: {name: _own(value, f"{fqn_at[place]}.{name}") for name, value in entries.items()}
-                for place, entries in fitting["state"].items()
+                fqn: {name: _own(value, f"{fqn}.{name}") for name, value in entries.items()}
+                for fqn, entries in named.items()
             }
 
         values = on_all_ranks(read, self._state.scope)  # a disk may fail, or memory run out, on one rank
-        return {"state": values, "param_groups": groups}
+        groups = [{**group, "params": own} for group, own in zip(fitting[GROUPS], names, strict=True)]
+        return {STATE: values, GROUPS: groups}
 
 
 def _is_full(named: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from mmfsdp.basics.nested import map_values, nested_values
-from mmfsdp.basics.optimizer_forms import GROUPS, unflattened
+from mmfsdp.basics.optimizer_forms import GROUPS, unflattened, with_names
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.steps import any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import ShardStateError, StateDictError
@@ -26,9 +26,8 @@ from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.state.alike import check_alike, kind_of
 from mmfsdp.state.lazy_tensors import LazyTensor, locate, whole_box, whole_value
 from mmfsdp.state.model import is_first_rank, whole
-from mmfsdp.state.optimizers import named_optimizer
 from mmfsdp.state.optimizers.compressed import COMPRESSED, compressed_names, plain_value
-from mmfsdp.state.optimizers.named_optimizer import REBUILD
+from mmfsdp.state.optimizers.fitting import REBUILD, fit_state
 from mmfsdp.state.optimizers.savable import check_savable, may_belong
 from mmfsdp.state.optimizers.settings import check_same_class, check_same_moments, report_changed_settings
 from mmfsdp.state.sending import send_optim_state
@@ -93,9 +92,9 @@ def _state_dict(
     # Gathering needs them on the device, one at a time; the rest is done with them in CPU memory.
     early = bool(compressed) and (kind == "sharded" or states.is_flat)
     own_form = _without_wrappers(optimizer.state_dict(), cpu_offload=not states.is_flat) if early else None
-    sharded = states.by_name(own_form) if by_name else states.by_place(own_form)
+    sharded = states.by_name(own_form) if by_name else states.by_index(own_form)
     if param_names and not by_name:
-        sharded = named_optimizer.with_names(sharded, states.names_in_groups())
+        sharded = with_names(sharded, states.names_in_groups())
     if compressed:
         sharded = {**sharded, COMPRESSED: compressed}
     if kind == "sharded":
@@ -207,7 +206,7 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
 
     def check() -> dict[str, Any]:
         settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-        found = named_optimizer.by_place(state_dict, groups, settings)
+        found = fit_state(state_dict, groups, settings)
         check_same_class(unflattened(state_dict)[GROUPS], optimizer)
         _check(found, groups, shapes)
         return found

@@ -188,9 +188,9 @@ class Format:
         Raises:
             FormatError: They expect names of parameters, which ``layout``, where the content is from, does not have.
         """
-        from mmfsdp.checkpoint.state_keys import states_by_place
+        from mmfsdp.checkpoint.state_keys import states_by_index
 
-        return states_by_place(tree), ()
+        return states_by_index(tree), ()
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Return what to know of a source of this format: what may belong to it, lies beside it, and is not read."""

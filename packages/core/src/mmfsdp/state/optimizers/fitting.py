@@ -1,4 +1,4 @@
-"""Converts optimizer state between its forms: by position, by parameter name, and flattened.
+"""Fits an optimizer's state of any form, by position, by name or flattened, to the param groups of an optimizer.
 
 `mmfsdp.basics.optimizer_forms` describes the forms.
 """
@@ -8,45 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, numbered, unflattened
+from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, by_index, by_name, numbered, unflattened
 from mmfsdp.basics.text import name_list
 from mmfsdp.errors import StateDictError, closest
 
-__all__ = ["REBUILD", "by_name", "by_place", "renamed", "with_names"]
+__all__ = ["REBUILD", "fit_state", "renamed"]
 
 
 REBUILD = "Build the optimizer as it was built when the state was saved."
 """Advice for a state that does not fit an optimizer."""
 
 
-def by_name(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return state by position as state by name.
-
-    Args:
-        state_dict: State by position. Not changed.
-        groups: The names in each param group, in the order of the positions.
-    """
-    names: dict[Any, str] = {}
-    named_groups = []
-    for group, own in zip(state_dict[GROUPS], groups, strict=True):
-        names |= dict(zip(group["params"], own, strict=True))
-        settings = {key: value for key, value in group.items() if key != NAMES}
-        named_groups.append({**settings, "params": list(own)})
-    return {STATE: {names[place]: value for place, value in state_dict[STATE].items()}, GROUPS: named_groups}
-
-
-def with_names(state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return state by position whose groups also hold the names, under ``'param_names'`` as in torch.
-
-    Args:
-        state_dict: State by position. Not changed.
-        groups: The names in each param group, in the order of the positions.
-    """
-    named = [{**group, NAMES: list(own)} for group, own in zip(state_dict[GROUPS], groups, strict=True)]
-    return {**state_dict, GROUPS: named}
-
-
-def by_place(
+def fit_state(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]], settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return state of any form as state by position.
@@ -71,12 +44,15 @@ def by_place(
         raise StateDictError("'param_groups' of an optimizer's state must be a list of dicts, each with 'params'.")
     _check_grouping(stored, groups, settings)
     if not any(isinstance(name, str) for group in stored for name in group["params"]):
-        placed_state = {**state_dict, STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()}}
         named = [group.get(NAMES) for group in stored]
         if named == [*map(list, groups)] or not _same_sizes(named, groups):
             known = {name for group in settings for name in group}
-            return {**placed_state, GROUPS: [_without_unknown_names(group, known) for group in stored]}
-        state_dict = by_name(placed_state, named)  # the same parameters in another order
+            return {
+                **state_dict,
+                STATE: {numbered(key): entries for key, entries in state_dict[STATE].items()},
+                GROUPS: [_without_unknown_names(group, known) for group in stored],
+            }
+        state_dict = by_name(state_dict, named)  # the same parameters in another order
         stored = state_dict[GROUPS]
     said: dict[str, Mapping[str, Any]] = {}
     for group in stored:
@@ -87,19 +63,12 @@ def by_place(
     own = [name for group in groups for name in group]
     _check_names(own, {**said, **state_dict[STATE]})
     _check_names(own, said)
-    placed: dict[str, int] = {}
-    result = []
+    fitting = []
     for group, names in zip(settings, groups, strict=True):
-        first = {**group, **(said[names[0]] if names else {})}
         for name in names:
-            placed[name] = len(placed)
             _check_same(said[name], said[names[0]], name, names[0])
-        result.append({**first, "params": [placed[name] for name in names]})
-    return {
-        **{key: value for key, value in state_dict.items() if key not in (STATE, GROUPS)},
-        STATE: {placed[name]: entries for name, entries in state_dict[STATE].items()},
-        GROUPS: result,
-    }
+        fitting.append({**group, **(said[names[0]] if names else {}), "params": names})
+    return by_index({**state_dict, GROUPS: fitting})
 
 
 def renamed(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
