@@ -79,6 +79,10 @@ def load(rank: int, config: dict[str, Any], folder: str, kinds: tuple[str, ...])
         mmfsdp.load_checkpoint(f"{folder}/{kind}", model, optimizer)
         # Of three ranks, each holds a part of a flat parameter that has no whole number of blocks.
         assert Codes in forms(optimizer) or (is_flat(config) and dist.get_world_size() == 3)
+        if kind == "full.pth" and not is_flat(config):  # by position, with the names in another order
+            backwards = CompressedMomentum([*model.parameters()][::-1])
+            mmfsdp.load_checkpoint(f"{folder}/{kind}", model, backwards)
+            assert Codes in forms(backwards)
         loaded = mmfsdp.optim_state_dict(model, optimizer, rank0_only=False)
         for seed in range(3, 5):
             step(model, optimizer, seed, rank, dist.get_world_size())

@@ -14,7 +14,7 @@ from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_weights, is_ref
 from mmfsdp.errors import FormatError
 
-__all__ = ["in_one_form", "states_by_name", "states_by_index"]
+__all__ = ["in_one_form", "states_by_index", "states_by_name"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: no parameters
 
