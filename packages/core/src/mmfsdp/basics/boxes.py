@@ -46,15 +46,15 @@ def sharded_box(
     Args:
         shape: Shape of the whole tensor, in elements.
         mesh: Number of ranks per mesh dimension.
-        placements: How each mesh dimension places the tensor.
+        placements: The tensor dimension that each mesh dimension shards, or None if it replicates.
         coordinates: The rank's coordinates, one per mesh dimension.
     """
     offsets, sizes = [0] * len(shape), list(shape)
-    for dim, parts, place in zip(placements, mesh, coordinates, strict=True):
+    for dim, parts, coordinate in zip(placements, mesh, coordinates, strict=True):
         if dim is None:
             continue
         chunk = rows_per_rank(sizes[dim], parts)
-        start = min(chunk * place, sizes[dim])
+        start = min(chunk * coordinate, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
     return tuple(offsets), tuple(sizes)
@@ -76,7 +76,7 @@ def boxes_meeting(
         box: The box; nothing is yielded if it is empty.
         shape: Shape of the whole tensor, in elements.
         mesh: Number of ranks per mesh dimension.
-        placements: How each mesh dimension places the tensor.
+        placements: The tensor dimension that each mesh dimension shards, or None if it replicates.
     """
     if 0 in box[1]:
         return
@@ -86,9 +86,9 @@ def boxes_meeting(
             found = [((*coordinates, None), held) for coordinates, held in found]
             continue
         found = [
-            ((*coordinates, place), _nth(held, dim, parts, place))
+            ((*coordinates, part), _nth(held, dim, parts, part))
             for coordinates, held in found
-            for place in _places(box, held, dim, parts)
+            for part in _meeting_parts(box, held, dim, parts)
         ]
     yield from found
 
@@ -109,12 +109,12 @@ def is_within(one: Bounds, other: Bounds) -> bool:
     )
 
 
-def _nth(held: Bounds, dim: int, parts: int, place: int) -> Bounds:
-    offsets, sizes = sharded_box(held[1], [parts], [dim], [place])
+def _nth(held: Bounds, dim: int, parts: int, coordinate: int) -> Bounds:
+    offsets, sizes = sharded_box(held[1], [parts], [dim], [coordinate])
     return tuple(map(sum, itertools.zip_longest(held[0], offsets))), sizes
 
 
-def _places(box: Bounds, held: Bounds, dim: int, parts: int) -> range:
+def _meeting_parts(box: Bounds, held: Bounds, dim: int, parts: int) -> range:
     chunk = rows_per_rank(held[1][dim], parts)
     if chunk == 0:
         return range(0)
@@ -182,7 +182,7 @@ class ListedBoxes:
 
 @dataclass(frozen=True)
 class EvenBoxes:
-    """Boxes by the rule of `sharded_box`: where to look for one is the place of the rank that wrote it."""
+    """Boxes by the rule of `sharded_box`, each with the rank that wrote it."""
 
     shape: tuple[int, ...]
     """Of the whole tensor, in elements."""
@@ -229,14 +229,14 @@ class EvenBoxes:
         return tuple(coordinates)
 
     def _writer(self, coordinates: tuple[int | None, ...]) -> int:
-        replica, place, full = self.replica, 0, []
+        replica, rank, full = self.replica, 0, []
         for size, coordinate in zip(reversed(self.mesh), reversed(coordinates), strict=True):
             if coordinate is None:
                 replica, coordinate = divmod(replica, size)
             full.append(coordinate)
         for size, coordinate in zip(self.mesh, reversed(full), strict=True):
-            place = place * size + coordinate
-        return place
+            rank = rank * size + coordinate
+        return rank
 
 
 @dataclass(frozen=True, slots=True)

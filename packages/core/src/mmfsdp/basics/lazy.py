@@ -34,7 +34,7 @@ def lazy(
         without_torch: If given: the names whose modules do not import torch, where most do.
     """
     where = _listed(package, f"{file.rpartition('.py')[0]}.pyi")
-    public = sorted({*where} | {"__version__"} & {*vars(sys.modules[package])}, key=_place)
+    public = sorted({*where} | {"__version__"} & {*vars(sys.modules[package])}, key=_order_of)
     if without_torch is not None:
         needs_torch = {*where} - {*without_torch}
 
@@ -69,7 +69,7 @@ def _listed(package: str, stub: str) -> dict[str, str]:
     return {name.name: node.module for node in tree.body if hasattr(node, "module") for name in node.names}
 
 
-def _place(name: str) -> tuple[int, str]:
+def _order_of(name: str) -> tuple[int, str]:
     """Order constants before classes, and those before functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 

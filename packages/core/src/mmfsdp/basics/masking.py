@@ -31,14 +31,14 @@ def mask_url(text: str) -> str:
     scheme, rest = start[1].lower(), text[start.end() :]
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     before, sign, _ = authority.rpartition("@")
-    # A store may name a place so: abfs://container@account.
+    # A store may name a container so: abfs://container@account.
     secret = ":" in before or scheme in ("http", "https") if sign else ":" in authority.replace("::", "")
     if secret and "@" in rest:
         rest = rest.rpartition("@")[2]
     elif secret and not re.search(r"(^|[^:]):\d*$|^\[[^@]*\]", authority):
         rest = _MASK + rest[len(authority) :]  # a login that lost its host
-    place = re.split("[?#]", rest, maxsplit=1)[0]
-    return f"{text[: start.end()]}{place}" + ("?..." if len(place) < len(rest) else "")
+    address = re.split("[?#]", rest, maxsplit=1)[0]
+    return f"{text[: start.end()]}{address}" + ("?..." if len(address) < len(rest) else "")
 
 
 def mask_secrets(text: str) -> str:

@@ -38,26 +38,26 @@ def format_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width
         rows: A cell of each column for every row, without line breaks.
         width: Characters that a line may have, where possible; None for as many as it takes.
     """
-    places = [*range(len(columns))]
-    natural = [max([display_width(row[place]) for row in rows] + [len(columns[place].title)]) for place in places]
+    indices = [*range(len(columns))]
+    natural = [max([display_width(row[index]) for row in rows] + [len(columns[index].title)]) for index in indices]
     widths = dict(enumerate(natural))
     same: list[str] = []
     left_out: list[str] = []
     if width is not None:
-        for place in [*places] if _too_wide(widths, places, width) and len(rows) > 1 else []:
-            if columns[place].once and len({row[place] for row in rows}) == 1:
-                places.remove(place)
-                same.append(f"{columns[place].title} {rows[0][place]}")
-        while (narrowed := _narrowed(columns, natural, places, width)) is None:
-            least = max(places, key=lambda place: columns[place].rank)
-            places.remove(least)
+        for index in [*indices] if _too_wide(widths, indices, width) and len(rows) > 1 else []:
+            if columns[index].once and len({row[index] for row in rows}) == 1:
+                indices.remove(index)
+                same.append(f"{columns[index].title} {rows[0][index]}")
+        while (narrowed := _narrowed(columns, natural, indices, width)) is None:
+            least = max(indices, key=lambda index: columns[index].rank)
+            indices.remove(least)
             left_out.insert(0, columns[least].title)
         widths = narrowed
-    titles = [columns[place].title for place in places]
-    rule = _GAP.join("-" * widths[place] for place in places)
-    lines = [*_row(columns, titles, places, widths), rule]
+    titles = [columns[index].title for index in indices]
+    rule = _GAP.join("-" * widths[index] for index in indices)
+    lines = [*_row(columns, titles, indices, widths), rule]
     for row in rows:
-        lines += _row(columns, [row[place] for place in places], places, widths)
+        lines += _row(columns, [row[index] for index in indices], indices, widths)
     if same:
         lines.append(f"(in every row: {', '.join(same)})")
     if left_out:
@@ -92,32 +92,32 @@ def wrap_cell(text: str, width: int) -> Iterator[str]:
     yield line.rstrip()
 
 
-def _too_wide(widths: dict[int, int], places: list[int], width: int) -> int:
+def _too_wide(widths: dict[int, int], indices: list[int], width: int) -> int:
     """Return by how many characters the columns are too wide, or 0."""
-    return max(sum(widths[place] for place in places) + len(_GAP) * (len(places) - 1) - width, 0)
+    return max(sum(widths[index] for index in indices) + len(_GAP) * (len(indices) - 1) - width, 0)
 
 
-def _narrowed(columns: Sequence[Column], natural: list[int], places: list[int], width: int) -> dict[int, int] | None:
+def _narrowed(columns: Sequence[Column], natural: list[int], indices: list[int], width: int) -> dict[int, int] | None:
     """Return widths that fit, or None if a column must be left out first."""
-    widths = {place: natural[place] for place in places}
-    for _ in range(_too_wide(widths, places, width)):
-        room = {p: widths[p] - max(_NARROWEST, len(columns[p].title)) for p in places if columns[p].wraps}
-        widest = max(room, key=lambda place: (room[place] > 0, widths[place]), default=None)
+    widths = {index: natural[index] for index in indices}
+    for _ in range(_too_wide(widths, indices, width)):
+        room = {p: widths[p] - max(_NARROWEST, len(columns[p].title)) for p in indices if columns[p].wraps}
+        widest = max(room, key=lambda index: (room[index] > 0, widths[index]), default=None)
         if widest is None or room[widest] <= 0:
-            return None if any(columns[place].rank for place in places) else widths
+            return None if any(columns[index].rank for index in indices) else widths
         widths[widest] -= 1
     return widths
 
 
-def _row(columns: Sequence[Column], cells: list[str], places: list[int], widths: dict[int, int]) -> Iterator[str]:
+def _row(columns: Sequence[Column], cells: list[str], indices: list[int], widths: dict[int, int]) -> Iterator[str]:
     parts = [
-        [*wrap_cell(cell, widths[place])] if display_width(cell) > widths[place] else [cell]
-        for cell, place in zip(cells, places, strict=True)
+        [*wrap_cell(cell, widths[index])] if display_width(cell) > widths[index] else [cell]
+        for cell, index in zip(cells, indices, strict=True)
     ]
     for line in range(max(map(len, parts))):
         shown = []
-        for part, place in zip(parts, places, strict=True):
+        for part, index in zip(parts, indices, strict=True):
             text = part[line] if line < len(part) else ""
-            space = " " * (widths[place] - display_width(text))
-            shown.append(space + text if columns[place].right else text + space)
+            space = " " * (widths[index] - display_width(text))
+            shown.append(space + text if columns[index].right else text + space)
         yield _GAP.join(shown).rstrip()

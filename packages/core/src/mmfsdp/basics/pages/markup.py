@@ -103,15 +103,15 @@ def bar(percent: float) -> str:
     return f'<i aria-hidden="true"><b style="width:{percent:.1f}%"></b></i> '
 
 
-def section(place: str, title: str, *parts: str) -> str:
+def section(identifier: str, title: str, *parts: str) -> str:
     """Return a section with a heading that links can name."""
-    return f'<section aria-labelledby="{place}"><h2 id="{place}">{text(title)}</h2>{"".join(parts)}</section>'
+    return f'<section aria-labelledby="{identifier}"><h2 id="{identifier}">{text(title)}</h2>{"".join(parts)}</section>'
 
 
-def json_data(place: str, value: Any) -> str:
+def json_data(identifier: str, value: Any) -> str:
     """Return plain data for the page's script, under an id."""
     found = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{place}">{found}</script>'
+    return f'<script type="application/json" id="{identifier}">{found}</script>'
 
 
 def _class(kind: str) -> str:
