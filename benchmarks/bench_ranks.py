@@ -232,7 +232,7 @@ def write_files(
 
 def read_rows(source: Source, weights: Mapping[str, LazyTensor], scope: Scope) -> None:
     """Find and read this rank's rows of every tensor."""
-    wanted = [(value, Box(*sharded_box(value.shape, [scope.size], [0], [scope.place]))) for value in weights.values()]
+    wanted = [(value, Box(*sharded_box(value.shape, [scope.size], [0], [scope.rank]))) for value in weights.values()]
     locate(wanted, scope)
     on_all_ranks(lambda: [value.read(box) for value, box in wanted], scope)
     on_all_ranks(source.check_unchanged, scope)

@@ -10,7 +10,7 @@ from mmfsdp.collective.steps import gather_to_first, scatter_objects
 
 
 def there_and_back(scope: Scope) -> tuple[list[str] | None, str]:
-    gathered = gather_to_first(scope, f"from {scope.place}")
+    gathered = gather_to_first(scope, f"from {scope.rank}")
     return gathered, scatter_objects(scope, None if gathered is None else [f"{text} and back" for text in gathered])
 
 

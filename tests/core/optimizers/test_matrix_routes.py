@@ -34,13 +34,13 @@ def test_every_element_reaches_its_owner_and_every_update_all_that_hold_it(
         for other in range(ranks):
             for sent, received in (("given", "collected"), ("answered", "returned")):
                 there, here = getattr(routes[one], sent)[other], getattr(routes[other], received)[one]
-                assert [(piece.place, piece.numel) for piece in there] == [(piece.place, piece.numel) for piece in here]
+                assert [(piece.index, piece.numel) for piece in there] == [(piece.index, piece.numel) for piece in here]
     for place, (matrix, owner, division) in enumerate(zip(matrices, owners, divisions, strict=True)):
-        spans = [piece.span for pieces in routes[owner].collected for piece in pieces if piece.place == place]
+        spans = [piece.span for pieces in routes[owner].collected for piece in pieces if piece.index == place]
         elements = [element for start, end in spans for element in range(start, end)]
         assert elements == [*range(matrix.numel)]  # in order, each once
         for rank in range(ranks):
-            [mine] = [piece for pieces in routes[rank].returned for piece in pieces if piece.place == place]
+            [mine] = [piece for pieces in routes[rank].returned for piece in pieces if piece.index == place]
             start, end = division.span(rank)
             assert mine.numel == end - start
 

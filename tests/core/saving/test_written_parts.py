@@ -17,11 +17,11 @@ def written(scope: Scope) -> WrittenParts | None:
     """Each rank wrote some rows of ``a``, the last ranks none; three wrote ``b``, which has a gap."""
     rows = math.ceil(len(DATA["a"]) / scope.size)
     own: WrittenParts = {}
-    part = DATA["a"][scope.place * rows : (scope.place + 1) * rows]
+    part = DATA["a"][scope.rank * rows : (scope.rank + 1) * rows]
     if part:
-        own["a"] = [(100 + scope.place * rows, len(part), zlib.crc32(part))]
-    if scope.place in (1, 2, scope.size - 1):
-        own["b"] = [(10_000 * scope.place, len(DATA["b"]), zlib.crc32(DATA["b"]))]
+        own["a"] = [(100 + scope.rank * rows, len(part), zlib.crc32(part))]
+    if scope.rank in (1, 2, scope.size - 1):
+        own["b"] = [(10_000 * scope.rank, len(DATA["b"]), zlib.crc32(DATA["b"]))]
     return joined_on_first(own, scope)
 
 

@@ -74,7 +74,7 @@ def load(scope: Scope, path: Path) -> str:
         assert (content["step"], content["notes"]) == (CONTENT["step"], CONTENT["notes"])
         wanted = []
         for name, value in content["state_dict"].items():
-            box = Box(*sharded_box(value.shape, [scope.size], [0], [scope.place])) if value.shape else whole_box(value)
+            box = Box(*sharded_box(value.shape, [scope.size], [0], [scope.rank])) if value.shape else whole_box(value)
             wanted.append((name, value, box))
         locate([(value, box) for _, value, box in wanted], scope)
         found = on_all_ranks(lambda: [(name, value.read(box), box) for name, value, box in wanted], scope)

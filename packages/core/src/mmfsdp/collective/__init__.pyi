@@ -1,7 +1,7 @@
 from mmfsdp.collective.channels import wait_timeout as wait_timeout
 from mmfsdp.collective.scopes import Scope as Scope
 from mmfsdp.collective.scopes import new_scope as new_scope
-from mmfsdp.collective.scopes import place_in as place_in
+from mmfsdp.collective.scopes import rank_in as rank_in
 from mmfsdp.collective.scopes import scope_of as scope_of
 from mmfsdp.collective.steps import all_equal as all_equal
 from mmfsdp.collective.steps import broadcast_object as broadcast_object

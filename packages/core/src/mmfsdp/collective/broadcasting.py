@@ -20,21 +20,21 @@ def broadcast_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         broadcast_along(tensor, mesh, dim, 0)
 
 
-def broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, dim: int, place: int) -> None:
+def broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, dim: int, coordinate: int) -> None:
     """Copy one rank's values to those beside it along a dimension of a mesh. Collective: these ranks.
 
     Args:
         tensor: A tensor of any shape, dtype and strides, with equal shape and dtype on all of them.
         mesh: The mesh.
         dim: The dimension of the mesh.
-        place: Where the rank stands along it.
+        coordinate: The coordinate of the rank along it.
     """
     group = mesh.get_group(dim)
     if dist.get_world_size(group) == 1:
         return
     value = tensor.detach()
     sent = value if value.is_contiguous() else value.contiguous()
-    dist.broadcast(as_bytes(sent), src=dist.get_global_rank(group, place), group=group)
+    dist.broadcast(as_bytes(sent), src=dist.get_global_rank(group, coordinate), group=group)
     if sent is not value:
         value.copy_(sent)
 

@@ -29,7 +29,7 @@ _HOUR = 3600.0
 
 
 class Channel(Protocol):
-    """How one rank exchanges messages with the others. A rank is identified by its place; the first is 0."""
+    """How one rank exchanges messages with the others. Ranks are numbered in the order of the mesh; the first is 0."""
 
     def lowest(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over all ranks. Collective: every rank, with equally many values."""
@@ -39,11 +39,11 @@ class Channel(Protocol):
         """Return the item of the rank at ``origin``. Collective: every rank."""
         ...
 
-    def send(self, item: Any, place: int) -> None:
+    def send(self, item: Any, rank: int) -> None:
         """Send an object to one rank, which must call `receive`."""
         ...
 
-    def receive(self, place: int) -> Any:
+    def receive(self, rank: int) -> Any:
         """Return the object that another rank sends to this one."""
         ...
 
@@ -54,7 +54,7 @@ class GlooChannel:
     Args:
         group: A gloo group. Only torch holds it, so that ``destroy_process_group()`` ends its threads: one that is
             still busy when the interpreter ends aborts the process.
-        ranks: Global ranks by place.
+        ranks: The global rank of each of them, in the order of the mesh.
 
     Raises:
         LostRankError: From every method, if a rank died or does not take part.
@@ -89,16 +89,16 @@ class GlooChannel:
             dist.broadcast_object_list(sent, src=self._ranks[origin], group=self.group)
         return sent[0]
 
-    def send(self, item: Any, place: int) -> None:
+    def send(self, item: Any, rank: int) -> None:
         """See `Channel`."""
-        with naming_lost_ranks(f"this rank sent a message to rank {self._ranks[place]}"):
-            dist.send_object_list([item], dst=self._ranks[place], group=self.group)
+        with naming_lost_ranks(f"this rank sent a message to rank {self._ranks[rank]}"):
+            dist.send_object_list([item], dst=self._ranks[rank], group=self.group)
 
-    def receive(self, place: int) -> Any:
+    def receive(self, rank: int) -> Any:
         """See `Channel`."""
         received = [None]
-        with naming_lost_ranks(f"this rank waited for a message from rank {self._ranks[place]}"):
-            dist.recv_object_list(received, src=self._ranks[place], group=self.group)
+        with naming_lost_ranks(f"this rank waited for a message from rank {self._ranks[rank]}"):
+            dist.recv_object_list(received, src=self._ranks[rank], group=self.group)
         return received[0]
 
 

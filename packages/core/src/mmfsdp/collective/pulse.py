@@ -44,13 +44,13 @@ class Pulse:
         self._selector = selectors.DefaultSelector()
         self._unread: dict[socket.socket, bytes] = {}
         self._unsent: dict[socket.socket, bytes] = {}
-        self._places: dict[socket.socket, int] = {}
+        self._ranks: dict[socket.socket, int] = {}
         server = socket.create_server(("", 0), backlog=scope.size) if scope.is_first else None
         meeting = shared(lambda: None if server is None else _meeting(server), scope)
 
         def connect() -> None:
             if not scope.is_first:
-                self._add(_connect(*meeting, place=scope.place), 0)
+                self._add(_connect(*meeting, rank=scope.rank), 0)
 
         def accept() -> None:
             if server is not None:
@@ -64,7 +64,7 @@ class Pulse:
     def send(self, message: Any) -> None:
         """Send something that JSON can express: from the first rank to all others, from others to the first."""
         data = json.dumps(message).encode() + b"\n"
-        for connection in self._places:
+        for connection in self._ranks:
             # If the message before is not through, as nobody reads, this one is dropped.
             unsent = self._unsent[connection] or data
             with suppress(OSError):  # full, or broken, which reading tells
@@ -72,11 +72,11 @@ class Pulse:
             self._unsent[connection] = unsent
 
     def receive(self, seconds: float) -> list[tuple[int, Any]]:
-        """Return what has come until some seconds have passed: places of ranks and their messages, or `GONE`."""
+        """Return what has come until some seconds have passed: ranks and their messages, or `GONE`."""
         found: list[tuple[int, Any]] = []
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:
-            if not self._places:
+            if not self._ranks:
                 self._selector.select(left)
                 break
             for key, _ in self._selector.select(left):
@@ -85,19 +85,19 @@ class Pulse:
 
     def close(self) -> None:
         """Close all connections. Not collective; to the others this rank is `GONE`."""
-        for connection in self._places:
+        for connection in self._ranks:
             with suppress(OSError):  # the other one is gone
                 connection.shutdown(socket.SHUT_RDWR)  # a process that a library forked may hold it, too
         self.close_in_child()
 
     def close_in_child(self) -> None:
         """Close this process's end only, in a process that was forked: the connections go on in the other one."""
-        for connection in self._places:
+        for connection in self._ranks:
             connection.close()
         self._selector.close()
 
     def _read(self, connection: socket.socket) -> list[tuple[int, Any]]:
-        place = self._places[connection]
+        rank = self._ranks[connection]
         try:
             data = connection.recv(1 << 16)
         except BlockingIOError:
@@ -106,35 +106,35 @@ class Pulse:
             data = b""
         *lines, self._unread[connection] = (self._unread[connection] + data).split(b"\n")
         try:
-            found = [(place, json.loads(line)) for line in lines]
+            found = [(rank, json.loads(line)) for line in lines]
         except ValueError:
             data, found = b"", []
         if not data or len(self._unread[connection]) > _MOST:
             self._selector.unregister(connection)
-            del self._places[connection]
+            del self._ranks[connection]
             connection.close()
-            found.append((place, GONE))
+            found.append((rank, GONE))
         return found
 
-    def _add(self, connection: socket.socket, place: int) -> None:
+    def _add(self, connection: socket.socket, rank: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(0)
-        self._places[connection] = place
+        self._ranks[connection] = rank
         self._unread[connection] = self._unsent[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _accept(self, server: socket.socket, token: str) -> None:
         """Take the connections of all other ranks. They wait in the server's queue already."""
         server.settimeout(_CONNECT)
-        while len(self._places) < self._scope.size - 1:
+        while len(self._ranks) < self._scope.size - 1:
             try:
                 connection = server.accept()[0]
                 connection.settimeout(_CONNECT)
-                told, place = connection.makefile().readline(200).split()
+                told, rank = connection.makefile().readline(200).split()
             except (OSError, ValueError) as error:
                 raise LostRankError(f"A rank did not connect to {host_of()!r} to be watched: {error}") from error
             if secrets.compare_digest(told, token):  # else it is a stranger
-                self._add(connection, int(place))
+                self._add(connection, int(rank))
             else:
                 connection.close()
 
@@ -145,12 +145,12 @@ def _meeting(server: socket.socket) -> tuple[list[str], int, str]:
     return [name for name in names if name], server.getsockname()[1], secrets.token_hex(16)
 
 
-def _connect(addresses: list[str], port: int, token: str, place: int) -> socket.socket:
+def _connect(addresses: list[str], port: int, token: str, rank: int) -> socket.socket:
     failed = []
     for address in addresses:
         try:
             connection = socket.create_connection((address, port), timeout=_CONNECT)
-            connection.sendall(f"{token} {place}\n".encode())
+            connection.sendall(f"{token} {rank}\n".encode())
         except OSError as error:
             failed.append(f"{address}: {error}")
         else:

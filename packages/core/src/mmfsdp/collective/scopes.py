@@ -14,7 +14,7 @@ from mmfsdp.basics.torch_releases import counted_groups, counts_every_group
 from mmfsdp.collective.channels import Channel, GlooChannel, naming_lost_ranks, wait_timeout
 from mmfsdp.errors import ShardStateError
 
-__all__ = ["Scope", "World", "count_groups_alike", "is_group_pair", "new_scope", "place_in", "scope_of", "spanned_rows"]
+__all__ = ["Scope", "World", "count_groups_alike", "is_group_pair", "new_scope", "rank_in", "scope_of", "spanned_rows"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Scope:
     """How they exchange messages."""
     size: int
     """Number of ranks."""
-    place: int
-    """This rank's place among them, in the order of the mesh; the first is 0."""
+    rank: int
+    """This rank among them, numbered in the order of the mesh; the first is 0."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank."""
-        return self.place == 0
+        return self.rank == 0
 
 
 class World:
@@ -124,12 +124,12 @@ def spanned_rows(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> list[lis
     return rows
 
 
-def place_in(mesh: DeviceMesh) -> int:
-    """Return this rank's place in the mesh, in row-major order; the first is 0."""
-    place = 0
+def rank_in(mesh: DeviceMesh) -> int:
+    """Return this rank's number in the mesh, in row-major order; the first is 0."""
+    rank = 0
     for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or [], strict=True):
-        place = place * size + coordinate
-    return place
+        rank = rank * size + coordinate
+    return rank
 
 
 def _groups_of(given: Any) -> list[dist.ProcessGroup]:

@@ -29,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_NOBODY = 1 << 62  # more than any place
+_NOBODY = 1 << 62  # more than any rank
 
 
 def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
@@ -56,7 +56,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         result = step()
     except BaseException as error:
         failure = error
-    first = _NOBODY if failure is None else scope.place
+    first = _NOBODY if failure is None else scope.rank
     try:
         [origin] = scope.channel.lowest([first])
         told = broadcast_object(scope, _portable(failure), origin=origin) if origin != _NOBODY else None
@@ -66,7 +66,7 @@ def on_all_ranks(step: Callable[[], T], scope: Scope) -> T:
         raise
     if told is None:
         return result  # type: ignore[no-any-return]
-    is_own = scope.place == origin or type(failure) is type(told) or not isinstance(failure, MmfsdpError)
+    is_own = scope.rank == origin or type(failure) is type(told) or not isinstance(failure, MmfsdpError)
     if failure is not None and is_own:
         raise failure
     # Ranks that failed in different ways agree on the first one's error; a rank's own error is its cause.
@@ -84,12 +84,12 @@ def broadcast_object(scope: Scope, item: T, *, origin: int = 0) -> T:
     Args:
         scope: The ranks that take part.
         item: What to send; it must be picklable. The items of other ranks are ignored.
-        origin: The place of the rank that sends.
+        origin: The rank that sends, numbered in the scope.
     """
     if scope.size == 1:
         return item
-    sent = scope.channel.broadcast(item if scope.place == origin else None, origin)
-    return item if scope.place == origin else sent
+    sent = scope.channel.broadcast(item if scope.rank == origin else None, origin)
+    return item if scope.rank == origin else sent
 
 
 def gather_to_first(scope: Scope, item: T) -> list[T] | None:
@@ -99,11 +99,11 @@ def gather_to_first(scope: Scope, item: T) -> list[T] | None:
     """
     held, step = [pickle.dumps(item)], 1  # of this rank and those that follow it; nobody on the way reads them
     while step < scope.size:
-        if scope.place % (2 * step):
-            scope.channel.send(held, scope.place - step)
+        if scope.rank % (2 * step):
+            scope.channel.send(held, scope.rank - step)
             return None
-        if scope.place + step < scope.size:
-            held += scope.channel.receive(scope.place + step)
+        if scope.rank + step < scope.size:
+            held += scope.channel.receive(scope.rank + step)
         step *= 2
     return [item, *map(pickle.loads, held[1:])]
 
@@ -117,15 +117,15 @@ def scatter_objects(scope: Scope, items: Sequence[T] | None) -> T:
         scope: The ranks that take part.
         items: On the first rank one item per rank, in the order of the mesh; ignored on other ranks.
     """
-    reach = scope.place & -scope.place  # how many ranks, this one included, get theirs by way of this one
+    reach = scope.rank & -scope.rank  # how many ranks, this one included, get theirs by way of this one
     if scope.is_first:
         assert items is not None
         held, reach = list(map(pickle.dumps, items)), 1 << (scope.size - 1).bit_length()
     else:
-        held = scope.channel.receive(scope.place - reach)
+        held = scope.channel.receive(scope.rank - reach)
     while (reach := reach // 2) > 0:
-        if scope.place + reach < scope.size:
-            scope.channel.send(held[reach:], scope.place + reach)
+        if scope.rank + reach < scope.size:
+            scope.channel.send(held[reach:], scope.rank + reach)
             del held[reach:]
     if scope.is_first:
         assert items is not None
@@ -169,7 +169,7 @@ def same_path(path: str | os.PathLike[str], scope: Scope) -> str:
     if all_equal(scope, own):
         return own
     given = gather_objects(scope, own)
-    other = next(place for place, path in enumerate(given) if path != given[0])
+    other = next(rank for rank, path in enumerate(given) if path != given[0])
     raise RankMismatchError(
         f"Ranks gave different paths of a checkpoint: rank 0 {mask_url(given[0])!r}, rank {other} "
         f"{mask_url(given[other])!r}. Give the "
@@ -195,8 +195,8 @@ def check_same_arguments(scope: Scope, call: str, given: Mapping[str, Any]) -> N
         return
     all_given = gather_objects(scope, own)
     first, name, other = next(
-        (all_given[0], name, place)
-        for place, theirs in enumerate(all_given)
+        (all_given[0], name, rank)
+        for rank, theirs in enumerate(all_given)
         for name in own
         if theirs[name] != all_given[0][name]
     )

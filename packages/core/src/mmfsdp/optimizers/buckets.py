@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.collective.scopes import World, count_groups_alike, place_in, scope_of
+from mmfsdp.collective.scopes import World, count_groups_alike, rank_in, scope_of
 from mmfsdp.collective.steps import check_same_arguments
 from mmfsdp.errors import PlanError
 from mmfsdp.optimizers.functions import MatrixFunction
@@ -45,12 +45,12 @@ class Bucket:
     """Parameters whose matrices travel together."""
 
     members: list[tuple[Member, range]]
-    """The parameters, each with the places of its matrices."""
+    """The parameters, each with the indices of its matrices."""
     matrices: list[tuple[Member, Matrix]]
     owners: list[int]
-    """The owner of each matrix: a place in the row-major order of the mesh."""
+    """The rank that owns each matrix, in the row-major order of the mesh."""
     rank: int
-    """This rank's place in it."""
+    """This rank in that order."""
     route: Route
     group: dist.ProcessGroup | None
     dtype: torch.dtype
@@ -123,13 +123,13 @@ def _on_mesh(
         if are_watching():
             said = [(m.name, *m.division.shape, m.settings["parts"], m.settings["is_stack"]) for m in members]
             check_same_arguments(scope_of(mesh), "an optimizer's step()", {"params": said})
-        ranks, rank, group = mesh.size(), place_in(mesh), _group_of(mesh)
+        ranks, rank, group = mesh.size(), rank_in(mesh), _group_of(mesh)
     loads = [0.0] * ranks
     buckets = []
-    for places in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes, ranks):
+    for indices in divide_into_buckets([m.param.numel() * dtype.itemsize for m in members], most_bytes, ranks):
         matrices: list[tuple[Member, Matrix]] = []
         chosen: list[tuple[Member, range]] = []
-        for member in (members[place] for place in places):
+        for member in (members[index] for index in indices):
             chosen.append((member, range(len(matrices), len(matrices) + len(member.matrices))))
             matrices += [(member, matrix) for matrix in member.matrices]
         costs = [function.flops(matrix.rows, matrix.columns, member.settings) for member, matrix in matrices]

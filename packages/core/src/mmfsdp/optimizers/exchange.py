@@ -36,20 +36,20 @@ class Parcel:
         starts = self.memory.split(self.lengths)
         return [start[: len(own)] for start, own in zip(starts, self.pieces, strict=True)]
 
-    def head(self, rank: int, place: int) -> torch.Tensor:
-        """Return the head for one rank of the matrix at a place, a tensor without dimensions."""
-        number = next(number for number, piece in enumerate(self.pieces[rank]) if piece.place == place)
+    def head(self, rank: int, index: int) -> torch.Tensor:
+        """Return the head for one rank of the matrix at an index, a tensor without dimensions."""
+        number = next(number for number, piece in enumerate(self.pieces[rank]) if piece.index == index)
         return self.memory[sum(self.lengths[:rank]) + number]
 
     def parts(self) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
-        """Return the pieces of each matrix with their elements, by its place in the bucket and then by rank."""
+        """Return the pieces of each matrix with their elements, by its index in the bucket and then by rank."""
         # One call divides all: a slice for each takes longer than to copy it.
         views = iter(self.memory.split([size for own in self.pieces for size in (len(own), *(p.numel for p in own))]))
         found: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
         for own in self.pieces:
             next(views)
             for piece in own:
-                found.setdefault(piece.place, []).append((piece, next(views)))
+                found.setdefault(piece.index, []).append((piece, next(views)))
         return found
 
 

@@ -71,10 +71,10 @@ def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | N
     heap = [(load, rank) for rank, load in enumerate(loads or [0.0] * ranks)]
     heapq.heapify(heap)
     owners = [0] * len(costs)
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         load, rank = heapq.heappop(heap)
-        owners[place] = rank
-        heapq.heappush(heap, (load + costs[place], rank))
+        owners[index] = rank
+        heapq.heappush(heap, (load + costs[index], rank))
     return owners
 
 

@@ -169,11 +169,11 @@ class MatrixOptimizer(Optimizer):
         for heads in parcel.heads():
             heads.fill_(UPDATED)  # on the device: the host would wait for a copy
         parts = parcel.parts()
-        for member, places in bucket.members:
+        for member, indices in bucket.members:
             mixed = self._mixed(member)
-            for [(piece, elements)] in (parts[place] for place in places):
+            for [(piece, elements)] in (parts[index] for index in indices):
                 if mixed is None:
-                    parcel.head(bucket.owners[piece.place], piece.place).fill_(NO_GRADIENT)
+                    parcel.head(bucket.owners[piece.index], piece.index).fill_(NO_GRADIENT)
                     elements.zero_()
                 else:
                     elements.copy_(mixed[slice(*piece.span)])
@@ -202,12 +202,12 @@ class MatrixOptimizer(Optimizer):
         heads = torch.stack(received.heads())
         are_alike = (heads == heads[0]).all(0)
         parts, answers, codes = received.parts(), parcel.parts(), []
-        for place, is_alike in zip(owned, are_alike, strict=True):
-            member, matrix = bucket.matrices[place]
-            whole = torch.cat([elements for _, elements in parts[place]]).view(matrix.rows, matrix.columns)
+        for index, is_alike in zip(owned, are_alike, strict=True):
+            member, matrix = bucket.matrices[index]
+            whole = torch.cat([elements for _, elements in parts[index]]).view(matrix.rows, matrix.columns)
             own = self._owned.of(id(member.param), matrix.start)
             code, update = updated_matrix(self._function, whole, own, member, is_alike, self._outcomes)
-            for piece, elements in answers[place]:
+            for piece, elements in answers[index]:
                 elements.copy_(update.reshape(-1)[slice(*piece.span)])
             codes.append(code)
         for said in parcel.heads():
@@ -218,24 +218,24 @@ class MatrixOptimizer(Optimizer):
         """Change this rank's shards by the updates."""
         received = message.receive()
         parts = received.parts()
-        for member, places in bucket.members:
+        for member, indices in bucket.members:
             settings = member.settings
             local, lr = local_of(member.param), float(settings["lr"])
             kept = 1 - lr * settings["weight_decay"]
             if member.param.grad is None:
-                if places:  # replicas stay equal if others have a gradient
-                    code = received.head(bucket.owners[places[0]], places[0])
+                if indices:  # replicas stay equal if others have a gradient
+                    code = received.head(bucket.owners[indices[0]], indices[0])
                     local.mul_(torch.where(code == ON_SOME_RANKS, kept, 1.0).to(local.device))
                 continue
             local.mul_(kept)
-            if places:
-                _, matrix = bucket.matrices[places[0]]  # all matrices of a parameter have the same shape
+            if indices:
+                _, matrix = bucket.matrices[indices[0]]  # all matrices of a parameter have the same shape
                 size = self._function.step_size(lr, matrix.rows, matrix.columns, settings)
-                update = torch.cat([elements for place in places for _, elements in parts[place]])
+                update = torch.cat([elements for index in indices for _, elements in parts[index]])
                 local.add_(update.to(local.device).view_as(local), alpha=-size)
         pieces = [piece for own in received.pieces for piece in own]
-        names = [bucket.matrices[piece.place][0].name for piece in pieces]
-        owners = [bucket.owners[piece.place] for piece in pieces]
+        names = [bucket.matrices[piece.index][0].name for piece in pieces]
+        owners = [bucket.owners[piece.index] for piece in pieces]
         self._outcomes.note(names, owners, torch.cat(received.heads()))
 
 

@@ -73,13 +73,13 @@ class Outcomes:
         self._read, self._event, self._names, self._owners, self.failure = None, None, [], [], None
         if read is None:
             return
-        wrong = [place for place, code in enumerate(read.tolist()) if int(code) not in (NO_GRADIENT, UPDATED)]
+        wrong = [index for index, code in enumerate(read.tolist()) if int(code) not in (NO_GRADIENT, UPDATED)]
         if not wrong:
             return
         first = int(read[wrong[0]])
-        of = name_list([*dict.fromkeys(names[place] for place in wrong if int(read[place]) == first)])
+        of = name_list([*dict.fromkeys(names[index] for index in wrong if int(read[index]) == first)])
         raise OptimizerStepError(
-            f"The update of {of} {_WORDS[first]}. It was computed by the rank at place {owners[wrong[0]]} of the mesh; "
+            f"The update of {of} {_WORDS[first]}. It was computed by rank {owners[wrong[0]]} of the mesh; "
             "these weights were not updated, all others were.",
             fqn=names[wrong[0]],
         ) from failure

@@ -57,14 +57,14 @@ class OwnedStates:
             StateDictError: A state cannot be saved; raised on every rank.
         """
         on_all_ranks(lambda: _check(self._states, names), scope)
-        places = {id(param): place for place, param in enumerate(params)}
+        indices = {id(param): index for index, param in enumerate(params)}
         mine = {
-            (places[param], start): map_values(_on_cpu, state)
+            (indices[param], start): map_values(_on_cpu, state)
             for (param, start), state in self._states.items()
-            if state and param in places
+            if state and param in indices
         }
         if any_of(scope, bool(mine)):
-            found = [broadcast_object(scope, mine, origin=place) for place in range(scope.size)]
+            found = [broadcast_object(scope, mine, origin=rank) for rank in range(scope.size)]
             self._all = {(id(params[at]), start): state for own in found for (at, start), state in own.items()}
         try:
             yield
@@ -78,9 +78,9 @@ class OwnedStates:
             if state:
                 found.setdefault(param, {})[str(start)] = dict(state)
         entries = dict(state_dict["state"])
-        for place, param in enumerate(param for group in groups for param in group["params"]):
+        for index, param in enumerate(param for group in groups for param in group["params"]):
             if id(param) in found:
-                entries[place] = {**entries.get(place, {}), MATRICES: found[id(param)]}
+                entries[index] = {**entries.get(index, {}), MATRICES: found[id(param)]}
         return {**state_dict, "state": entries}
 
     @classmethod
@@ -89,15 +89,15 @@ class OwnedStates:
     ) -> tuple[dict[str, Any], OwnedStates]:
         """Return a state by position without what `add_to` added, and that."""
         params = [param for group in groups for param in group["params"]]
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        ids = {place: id(param) for place, param in zip(places, params, strict=False)}
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        ids = {index: id(param) for index, param in zip(indices, params, strict=False)}
         states: _States = {}
         rest: dict[Any, Any] = {}
-        for place, entries in state_dict["state"].items():
-            rest[place] = {name: value for name, value in entries.items() if name != MATRICES}
+        for index, entries in state_dict["state"].items():
+            rest[index] = {name: value for name, value in entries.items() if name != MATRICES}
             for start, state in entries.get(MATRICES, {}).items():
-                if place in ids:
-                    states[ids[place], int(start)] = dict(state)
+                if index in ids:
+                    states[ids[index], int(start)] = dict(state)
         return {**state_dict, "state": rest}, cls(states)
 
 

@@ -15,8 +15,8 @@ __all__ = ["Piece", "Route", "route_of"]
 class Piece:
     """A part of a matrix in a message, perhaps an empty one."""
 
-    place: int
-    """The matrix's place in the bucket."""
+    index: int
+    """Index of the matrix in the bucket."""
     span: Span
     """Elements of the sender's or receiver's flattened shard, or, in a matrix that this rank owns, of the matrix."""
 
@@ -46,8 +46,8 @@ class Route:
 
     @property
     def owned(self) -> list[int]:
-        """The places of the matrices that this rank owns."""
-        return [piece.place for piece in self.collected[0]]
+        """Indices of the matrices that this rank owns."""
+        return [piece.index for piece in self.collected[0]]
 
 
 def route_of(
@@ -63,25 +63,25 @@ def route_of(
         ranks: Number of ranks.
     """
     given, collected, answered, returned = (_per_rank(ranks) for _ in range(4))
-    for place, (matrix, owner, division) in enumerate(zip(matrices, owners, divisions, strict=True)):
+    for index, (matrix, owner, division) in enumerate(zip(matrices, owners, divisions, strict=True)):
         held = division.span(rank)
         mine = overlap(held, matrix.span)
-        piece = Piece(place, (mine[0] - held[0], mine[1] - held[0]))
+        piece = Piece(index, (mine[0] - held[0], mine[1] - held[0]))
         sources = division.sources(owner)
-        given[owner].append(piece if rank in sources else Piece(place, (0, 0)))
+        given[owner].append(piece if rank in sources else Piece(index, (0, 0)))
         returned[owner].append(piece)
         if owner == rank:
-            for other, wanted in enumerate(_parts(place, matrix, division, ranks)):
-                collected[other].append(wanted if other in sources else Piece(place, (0, 0)))
+            for other, wanted in enumerate(_parts(index, matrix, division, ranks)):
+                collected[other].append(wanted if other in sources else Piece(index, (0, 0)))
                 answered[other].append(wanted)
     return Route(given, collected, answered, returned)
 
 
-def _parts(place: int, matrix: Matrix, division: Division, ranks: int) -> Iterator[Piece]:
+def _parts(index: int, matrix: Matrix, division: Division, ranks: int) -> Iterator[Piece]:
     """Yield the part of a matrix that each rank holds."""
     for rank in range(ranks):
         start, end = overlap(division.span(rank), matrix.span)
-        yield Piece(place, (start - matrix.start, end - matrix.start))
+        yield Piece(index, (start - matrix.start, end - matrix.start))
 
 
 def _per_rank(ranks: int) -> Pieces:

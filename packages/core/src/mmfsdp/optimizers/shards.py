@@ -29,8 +29,8 @@ class Division:
 
     def span(self, rank: int) -> Span:
         """Return the elements of the flattened tensor that a rank holds."""
-        place = [0 if sharded else None for sharded in self.is_sharded]
-        offsets, sizes = sharded_box(self.shape, self.mesh, place, self._coordinates(rank))
+        placements = [0 if sharded else None for sharded in self.is_sharded]
+        offsets, sizes = sharded_box(self.shape, self.mesh, placements, self._coordinates(rank))
         row = math.prod(self.shape[1:])
         return offsets[0] * row, (offsets[0] + sizes[0]) * row
 
@@ -39,14 +39,14 @@ class Division:
         mine = self._coordinates(owner)
         found = [0]
         for size, sharded, own in zip(self.mesh, self.is_sharded, mine, strict=True):
-            found = [rank * size + place for rank in found for place in (range(size) if sharded else [own])]
+            found = [rank * size + coordinate for rank in found for coordinate in (range(size) if sharded else [own])]
         return found
 
     def _coordinates(self, rank: int) -> list[int]:
         coordinates = []
         for size in reversed(self.mesh):
-            rank, place = divmod(rank, size)
-            coordinates.append(place)
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
         return coordinates[::-1]
 
 
@@ -64,13 +64,13 @@ def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> Divi
     if not isinstance(param, DTensor):
         sizes = (1,) if mesh is None else tuple(mesh.shape)
         return Division(tuple(param.shape), sizes, (False,) * len(sizes))
-    places = placements_of(param)
-    if any(place not in (None, 0) for place in places):
+    placements = placements_of(param)
+    if any(dim not in (None, 0) for dim in placements):
         raise ShardStateError(
             f"{name!r} is placed as {tuple(param.placements)}. Matrices are gathered from shards of rows: shard "
             "dimension 0, as fully_shard does, or give the parameter to another optimizer."
         )
-    return Division(tuple(param.shape), tuple(param.device_mesh.shape), tuple(place == 0 for place in places))
+    return Division(tuple(param.shape), tuple(param.device_mesh.shape), tuple(dim == 0 for dim in placements))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,9 @@ def split_state(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 "params": [*range(first, first + len(group["params"]))],
             }
         )
-        for place, old in enumerate(group["params"], first):
+        for position, old in enumerate(group["params"], first):
             if old in state_dict["state"]:
-                part["state"][place] = state_dict["state"][old]
+                part["state"][position] = state_dict["state"][old]
     return found
 
 
@@ -72,9 +72,9 @@ def join_states(muon: Mapping[str, Any], adamw: Mapping[str, Any], like: Mapping
         # torch's optimizer may have all of them in one group.
         settings = _group_of(given[name]["param_groups"], done[name])
         groups.append({**group, **{key: value for key, value in settings.items() if key != "params"}})
-        for place, number in enumerate(group["params"], done[name]):
-            if place in given[name]["state"]:
-                state[number] = given[name]["state"][place]
+        for position, number in enumerate(group["params"], done[name]):
+            if position in given[name]["state"]:
+                state[number] = given[name]["state"][position]
         done[name] += len(group["params"])
     return {"state": state, "param_groups": groups}
 
@@ -83,6 +83,6 @@ def _count(groups: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(group["params"]) for group in groups)
 
 
-def _group_of(groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any]:
+def _group_of(groups: Sequence[Mapping[str, Any]], position: int) -> Mapping[str, Any]:
     """Return the group that holds the parameter of a number."""
-    return next(group for group in groups if place in group["params"] or group is groups[-1])
+    return next(group for group in groups if position in group["params"] or group is groups[-1])

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.collective.scopes import place_in
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.errors import ShardStateError, UnsupportedCallError
 from mmfsdp.runtime.dtensors import local_part, whole_tensor
 from mmfsdp.runtime.engine import Showing
@@ -76,7 +76,7 @@ def whole_params_in(state: ShardedModel, module: nn.Module, how: Showing) -> Ite
     marks = {(id(owner), name) for owner, name in places}
     if marks & state.shown.keys():
         raise ShardStateError("These parameters are whole already. Leave the enclosing context first.")
-    keep = not how.rank0_only or place_in(state.mesh) == 0
+    keep = not how.rank0_only or rank_in(state.mesh) == 0
     with showing:
         state.shown |= dict.fromkeys(marks, keep)
         try:
@@ -98,7 +98,7 @@ def show_dtensors(
 def _dtensors_shown(state: ShardedModel, places: list[tuple[nn.Module, str]], how: Showing) -> Iterator[None]:
     shards = [(owner, name, owner._parameters[name]) for owner, name in places]
     distinct: dict[int, Any] = {id(shard): shard for _, _, shard in shards}
-    keep = not how.rank0_only or place_in(state.mesh) == 0
+    keep = not how.rank0_only or rank_in(state.mesh) == 0
     whole: dict[int, nn.Parameter] = {}
     with Waiting("making parameters whole"):
         for key, shard in distinct.items():

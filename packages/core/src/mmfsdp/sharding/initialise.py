@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
-from mmfsdp.collective.scopes import place_in
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.calls.unit_parts import modules_by_unit
@@ -49,7 +49,7 @@ class UnitPreparer:
         self._device = device_of(mesh)
         self._owned = modules_by_unit(model, plan)
         ignored = {id(model.get_parameter(param.fqn)) for param in plan.ignored_params}
-        received = plan.sync_states and place_in(mesh) > 0
+        received = plan.sync_states and rank_in(mesh) > 0
         self._meta = Materialiser(model, self._device, plan.seed, ignored, param_init_fn, received=received)
 
     def __call__(self, unit: ShardUnit, agreed: Agreement) -> None:

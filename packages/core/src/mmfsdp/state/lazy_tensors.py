@@ -172,7 +172,7 @@ def _check_in(source: TensorSource | None, wanted: list[Wanted], count: int, sco
         flags = scope.channel.lowest(flags)
         if flags[0] < 0:
             return False
-    on_all_ranks(lambda: source.check_own(wanted, flags, scope.place, scope.size) if source else None, scope)
+    on_all_ranks(lambda: source.check_own(wanted, flags, scope.rank, scope.size) if source else None, scope)
     return True
 
 

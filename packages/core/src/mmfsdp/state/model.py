@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.broadcasting import broadcast_tensor
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.collective.scopes import place_in
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.collective.steps import any_of, broadcast_object, on_all_ranks, share_page_cache
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import Box, box_of, whole_tensor
@@ -185,7 +185,7 @@ def whole(value: Any, keep: bool = True, cpu_offload: bool = True) -> Any:
 
 def is_first_rank(state: ShardedModel) -> bool:
     """Return whether this rank is the first of the model's mesh."""
-    return place_in(state.mesh) == 0
+    return rank_in(state.mesh) == 0
 
 
 @torch.no_grad()

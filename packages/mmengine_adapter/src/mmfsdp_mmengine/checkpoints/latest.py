@@ -142,7 +142,7 @@ def _find_together(work_dir: str, folders: Sequence[str], skipped: Collection[st
     found = shared(lambda: _find(work_dir, folders, skipped) if scope.is_first else None, scope)
     if found is None and not skipped:
         firsts = firsts_of_machines(scope)
-        on_all_ranks(lambda: _check_none(work_dir) if scope.place in firsts else None, scope)
+        on_all_ranks(lambda: _check_none(work_dir) if scope.rank in firsts else None, scope)
     return found
 
 

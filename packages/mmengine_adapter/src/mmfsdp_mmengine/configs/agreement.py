@@ -36,7 +36,7 @@ def check_alike(settings: Mapping[str, Any], scope: Scope) -> None:
         for name, value in mine.items():
             if value != first[name]:
                 raise RankMismatchError(
-                    f"{name} is {value} on rank {scope.place} (host {socket.gethostname()!r}), but {first[name]} on "
+                    f"{name} is {value} on rank {scope.rank} (host {socket.gethostname()!r}), but {first[name]} on "
                     f"rank 0 (host {host!r}). All ranks need the same value: let them read the same config "
                     "and data, and choose values that depend on the time, on random numbers or on local files (such "
                     "as a directory name) once, before the ranks start.",

@@ -31,7 +31,7 @@ def in_turns(step: Callable[[], T], scope: Scope) -> T:
         MmfsdpError: The step failed on a rank; see `mmfsdp.collective.on_all_ranks`. Later turns do not begin.
     """
     firsts = firsts_of_machines(scope)
-    mine = 0 if scope.is_first else 1 if scope.place in firsts else 2
+    mine = 0 if scope.is_first else 1 if scope.rank in firsts else 2
     results = [on_all_ranks(lambda turn=turn: step() if turn == mine else None, scope) for turn in range(3)]  # type: ignore[misc]
     return results[mine]  # type: ignore[return-value]
 

@@ -190,7 +190,7 @@ def _apart(
     least = lowest[2 : 2 + len(units)]
     # The slowest rank, and of its units the one that loses most, in one message: others send what nobody is below.
     lost = max(range(len(units)), key=lambda place: own[place] - least[place])
-    [packed] = scope.channel.lowest([scope.place * len(units) + lost if total == slowest else _NOBODY])
+    [packed] = scope.channel.lowest([scope.rank * len(units) + lost if total == slowest else _NOBODY])
     rank, place = divmod(packed, len(units))
     if slowest <= (1 + tolerance) * fastest or (slowest - fastest) * _MICRO < _SHORTEST:
         return

@@ -99,7 +99,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         left, gone = set[int](), dict[int, float]()
         while not self._left.is_set():
             own = self._whereabouts()
-            judge.hear(self._scope.place, own, monotonic())
+            judge.hear(self._scope.rank, own, monotonic())
             self._pulse.send([own.as_json(), None])
             for place, told in self._pulse.receive(pause):
                 if told == "left":
@@ -146,7 +146,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
 
     def _end(self, text: str) -> None:
         """Print the reason and this process's stacks, and end it. Its main thread may be waiting and never return."""
-        me = f"rank {self._scope.place} on host {host_of()!r}"
+        me = f"rank {self._scope.rank} on host {host_of()!r}"
         os.write(2, f"mmfsdp: {me} ends with exit code {_EXIT_CODE}. {text}\nStacks of {me}:\n".encode())
         faulthandler.dump_traceback(2)
         os._exit(_EXIT_CODE)

@@ -57,8 +57,8 @@ def load_row(rows: LazyTensor | torch.Tensor, scope: Scope, *, has_head: bool = 
     Raises:
         CheckpointError: A rank cannot read its row; raised on every rank.
     """
-    locate([(rows, row_box(rows, scope.place))], scope)
-    return on_all_ranks(lambda: own_row(rows, scope.place, has_head=has_head), scope)
+    locate([(rows, row_box(rows, scope.rank))], scope)
+    return on_all_ranks(lambda: own_row(rows, scope.rank, has_head=has_head), scope)
 
 
 def row_box(rows: Any, place: int) -> Box:

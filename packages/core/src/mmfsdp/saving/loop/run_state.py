@@ -199,19 +199,19 @@ class RunState:
         buffers = run.get("buffers")
         rows = [*run["by_rank"].values(), run["random"]] if on_as_many else []
         rows += [buffers] if on_as_many and buffers is not None else []
-        locate([(tensor, row_box(tensor, scope.place)) for tensor in rows], scope)
+        locate([(tensor, row_box(tensor, scope.rank)) for tensor in rows], scope)
 
         def own_part() -> None:
             for name, item in {**self.shared, **self.own}.items():
                 if name in run["by_rank"]:
-                    state = _loaded(own_row(run["by_rank"][name], scope.place), name, self.safe_globals)
+                    state = _loaded(own_row(run["by_rank"][name], scope.rank), name, self.safe_globals)
                 else:
                     state = run["shared" if name in self.shared else "own"][name]
                 item.load_state_dict(state)
             if on_as_many:
-                restore_random_state(own_row(run["random"], scope.place), self._mesh.device_type)
+                restore_random_state(own_row(run["random"], scope.rank), self._mesh.device_type)
                 if buffers is not None:
-                    restore_buffers(self.model, own_row(buffers, scope.place))
+                    restore_buffers(self.model, own_row(buffers, scope.rank))
             elif scope.is_first:
                 if buffers is not None:
                     _log.warning(

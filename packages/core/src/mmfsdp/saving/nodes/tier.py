@@ -70,8 +70,8 @@ class NodeTier:
 
         def open_directory() -> None:
             with as_checkpoint_error(directory):
-                (directory / f"rank{scope.place}").mkdir(parents=True, exist_ok=True)
-                self._leases.append(take_lease(directory / f".rank{scope.place}.mmfsdp-run-lease"))
+                (directory / f"rank{scope.rank}").mkdir(parents=True, exist_ok=True)
+                self._leases.append(take_lease(directory / f".rank{scope.rank}.mmfsdp-run-lease"))
                 scan(directory, model=self._model, run=run)
 
         self._nodes = nodes = gather_objects(scope, host_of())
@@ -172,7 +172,7 @@ class NodeTier:
         Returns:
             The rank whose file gives this one what is not a shard, and all those whose files it needs.
         """
-        place, size = self._scope.place, self._scope.size
+        place, size = self._scope.rank, self._scope.size
         own = place * found.ranks // size
         origin = found.holders[0][0]
 
@@ -216,12 +216,12 @@ class NodeTier:
     def _is_mine_to_tell(self, file: NodeFile) -> bool:
         """Tell whether this rank reports a file: its own, or one whose rank is on another node; if it is undamaged."""
         if file.ranks == self._scope.size:
-            if file.owner == self._scope.place:
+            if file.owner == self._scope.rank:
                 return self._is_undamaged(file)
-            return self._nodes[file.owner] != self._nodes[self._scope.place]
+            return self._nodes[file.owner] != self._nodes[self._scope.rank]
         # Other ranks saved it, and any of them may be read: the ranks of a node share the checks.
-        here = [place for place, node in enumerate(self._nodes) if node == self._nodes[self._scope.place]]
-        return here[file.owner % len(here)] == self._scope.place and self._is_undamaged(file)
+        here = [place for place, node in enumerate(self._nodes) if node == self._nodes[self._scope.rank]]
+        return here[file.owner % len(here)] == self._scope.rank and self._is_undamaged(file)
 
     def _is_undamaged(self, file: NodeFile) -> bool:
         path = file.path(self._directory)
@@ -232,7 +232,7 @@ class NodeTier:
         return False
 
     def _write(self, step: int, save_id: str, content: dict[str, Any], scope: Scope, group: dist.ProcessGroup) -> None:
-        place = scope.place
+        place = scope.rank
         sources = [owner for owner, holder in enumerate(self._holders) if holder == place]
         common = {"step": step, "ranks": scope.size, "save_id": save_id, "model": self._model, "run": self._run}
 

@@ -102,7 +102,7 @@ class Saver:
     @property
     def rank(self) -> int:
         """This rank's place in the mesh."""
-        return self.scope.place
+        return self.scope.rank
 
     def settle(self) -> None:
         """Wait for the running save. Collective: every rank.

@@ -77,7 +77,7 @@ class DirectorySave:
                 with contextlib.suppress(OSError):
                     discard(each)
             raise
-        save = cls(target, temporary, save_id, scope.place, scope.size, overwrite)
+        save = cls(target, temporary, save_id, scope.rank, scope.size, overwrite)
         save._or_abandon(lambda: on_all_ranks(lambda: save._look(first_host), scope))
         return save
 

@@ -48,7 +48,7 @@ class StoreSave(DirectorySave):
 
         save_id = shared(create, scope)
         temporary = on_all_ranks(lambda: Path(tempfile.mkdtemp(prefix="mmfsdp-")), scope)
-        return cls(target, temporary, save_id, scope.place, scope.size, overwrite)
+        return cls(target, temporary, save_id, scope.rank, scope.size, overwrite)
 
     def finish(self, write: Callable[[DirectorySave], Files], scope: Scope) -> None:
         """Write on every rank, send, and send the manifest. Collective: every rank of the scope.

@@ -31,11 +31,11 @@ def joined_on_first(own: WrittenParts, scope: Scope, border: int = 0) -> Written
     """
     joined, step = own, 1
     while step < scope.size:
-        if scope.place % (2 * step):
-            scope.channel.send(joined, scope.place - step)
+        if scope.rank % (2 * step):
+            scope.channel.send(joined, scope.rank - step)
             return None
-        if scope.place + step < scope.size:
-            joined = _merged(joined, scope.channel.receive(scope.place + step), border)
+        if scope.rank + step < scope.size:
+            joined = _merged(joined, scope.channel.receive(scope.rank + step), border)
         step *= 2
     return joined
 
