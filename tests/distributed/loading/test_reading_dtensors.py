@@ -18,7 +18,7 @@ from tests.distributed.loading.test_reading_mmengine_local import same
 import mmfsdp
 from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.chunks import Record
-from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import place_of
+from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import shard_of
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor, PickledTensor
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError, MmfsdpError
@@ -292,10 +292,10 @@ def test_malformed_descriptions(tmp_path: Path, changes: dict[str, Any]) -> None
     local = PickledTensor("uint8", (2, 3), 0, None, Record(tmp_path / "x.pt", 0, 6, None))
     tensor = PickledDTensor(local, (4, 3), False, spec.state)
     with pytest.raises((CorruptCheckpointError, FormatError), match=r"x\.pt holds"):
-        place_of(tensor, {})
+        shard_of(tensor, {})
     mesh.state, shard.state, layout.state = {**MESH, "_layout": layout}, {"dim": 0}, {"shape": (2,), "stride": (1,)}
     shard.qualname, spec.state["placements"] = "Shard", (shard,)
-    assert place_of(tensor, {}).box == ((2, 0), (2, 3))
+    assert shard_of(tensor, {}).box == ((2, 0), (2, 3))
 
 
 def place(rank: int, directory: Path, kind: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.saving.directory.run import RunDirectory
 from mmfsdp.testing import RankError, run_ranks
 
@@ -108,13 +108,13 @@ def test_a_second_job_takes_the_directory_and_nothing_is_overwritten(tmp_path: P
 
 
 def test_a_store_of_another_run_or_of_the_web_is_refused(tmp_path: Path) -> None:
-    RunDirectory(place(url_of(tmp_path)), run="first", model="one").announce(1, 0.5)
+    RunDirectory(checkpoint_path(url_of(tmp_path)), run="first", model="one").announce(1, 0.5)
     with pytest.raises(errors.RunDirectoryError, match="belongs to run 'first', not to 'second'"):
-        RunDirectory(place(url_of(tmp_path)), run="second", model="one")
+        RunDirectory(checkpoint_path(url_of(tmp_path)), run="second", model="one")
     with pytest.raises(errors.RunDirectoryError, match="checkpoints of another model"):
-        RunDirectory(place(url_of(tmp_path)), run=None, model="two")
+        RunDirectory(checkpoint_path(url_of(tmp_path)), run=None, model="two")
     with pytest.raises(errors.ConfigError, match="cannot be saved to 'https://host/run'"):
-        RunDirectory(place("https://host/run"), run=None, model="one")
+        RunDirectory(checkpoint_path("https://host/run"), run=None, model="one")
 
 
 def fail(rank: int, url: str) -> tuple[int, bool]:

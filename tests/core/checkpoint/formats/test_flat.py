@@ -113,7 +113,7 @@ def test_pieces_are_placed_by_the_storage_that_they_view() -> None:
         "count": [None, None],
     }
     spans = spans_of_views([unit()], pieces)
-    assert {name: (span.numel, span.place) for name, span in spans.items()} == {
+    assert {name: (span.numel, span.start) for name, span in spans.items()} == {
         "a.w": (6, ("a.", 0)),
         "a.b": (4, ("a.", 6)),
         "a.tied": (6, ("a.", 0)),

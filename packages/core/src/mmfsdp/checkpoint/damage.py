@@ -19,8 +19,8 @@ def damaged(what: str, why: object, file: object, offset: int | None = None) -> 
         offset: Where in the file, in bytes.
     """
     said = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-    place = {} if offset is None else {"offset": offset}
-    return CorruptCheckpointError(f"{what} is damaged: {said}.", file=str(file), **place)
+    position = {} if offset is None else {"offset": offset}
+    return CorruptCheckpointError(f"{what} is damaged: {said}.", file=str(file), **position)
 
 
 def changed_while_read(name: str, who: str, file: object) -> CorruptCheckpointError:

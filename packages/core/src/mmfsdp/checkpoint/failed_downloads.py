@@ -38,7 +38,7 @@ def explained(error: CheckpointError) -> CheckpointError:
 
 
 def stand_in(file: Path) -> CheckpointError | None:
-    """Return the error for a file in whose place something else is; ``None`` if it may be what it should be.
+    """Return the error for a path that holds something else than its file; ``None`` if it may hold the right one.
 
     Args:
         file: A file, which need not exist.

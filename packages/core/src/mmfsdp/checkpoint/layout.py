@@ -136,7 +136,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor, or a box of one, at its place in a file that will be written."""
+    """A tensor, or a box of one, at its offset in a file that will be written."""
 
     entry: TensorEntry
     """The tensor; it is written packed in row-major order."""
@@ -181,12 +181,12 @@ def layout_of_model(model: nn.Module) -> Layout:
         ...     model = MyModel()
         >>> layout = open_layout("work_dirs/run/epoch_3.pth", reference=layout_of_model(model))
     """
-    places: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        place = places.setdefault(id(param), len(places))
+        number = numbers.setdefault(id(param), len(numbers))
         dtype, shape = canonical_dtype(param.dtype), tuple(param.shape)
         strides = None if param.is_contiguous() else tuple(param.stride())
-        whole = Chunk(_NOWHERE, place, param.numel() * itemsize(dtype), (0,) * len(shape), shape, strides)
+        whole = Chunk(_NOWHERE, number, param.numel() * itemsize(dtype), (0,) * len(shape), shape, strides)
         tensors[name] = TensorEntry(name, dtype, shape, (whole,))
     return Layout(_NOWHERE, "model", 1, tensors, {name: TensorRef(name) for name in tensors})

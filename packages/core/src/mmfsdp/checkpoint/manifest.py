@@ -89,8 +89,8 @@ class BlockSums:
         """Return size and checksums of all bytes so far."""
         blocks = [*self._blocks, *([self._last] if self._held else [])]
         whole = 0
-        for place, value in enumerate(blocks):
-            whole = crc32_combine(whole, value, BLOCK if place < len(self._blocks) else self._held)
+        for index, value in enumerate(blocks):
+            whole = crc32_combine(whole, value, BLOCK if index < len(self._blocks) else self._held)
         return FileEntry(len(self._blocks) * BLOCK + self._held, whole, array("I", blocks))
 
 

@@ -240,7 +240,7 @@ class Weights:
 
 
 def find_weights(tree: Any, is_tensor: Callable[[Any], bool]) -> Weights | None:
-    """Find the weights in the content of a checkpoint; ``None`` if they are in none of the usual places.
+    """Find the weights in the content of a checkpoint; ``None`` if they are under none of the usual keys.
 
     They lie under ``'state_dict'`` or ``'model'``; or so under the only key there is (``{'app': {'model': ...}}``, as
     in torch's tutorials), or the only one beside ``'rng'`` (``{'state': {'model': ...}, 'rng': ...}``, as in Composer);
@@ -295,7 +295,7 @@ def weights_of(layout: Layout) -> Weights:
     """Find the weights of a checkpoint; see ``find_weights``.
 
     Raises:
-        FormatError: The weights are in none of the usual places.
+        FormatError: The weights are under none of the usual keys.
     """
     if not isinstance(layout.tree, dict):
         kind = "one tensor" if isinstance(layout.tree, TensorRef) else f"a {type(layout.tree).__name__}"
@@ -383,7 +383,7 @@ def common_prefix(names: Collection[str], others: Collection[str]) -> str:
     """
     known = {*others}
     first = min((name for name in names), key=len, default="")
-    cuts = [place + 1 for place, char in enumerate(first) if char in "./"]
+    cuts = [end + 1 for end, char in enumerate(first) if char in "./"]
     for cut in cuts:
         prefix = first[:cut]
         found = sum(name.startswith(prefix) and name[cut:] in known for name in names)

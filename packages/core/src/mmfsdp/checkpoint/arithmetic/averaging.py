@@ -200,11 +200,11 @@ class WeightedSum(ComputedEntry):
             count = len(blocks[0]) // sizes[0]
             added, scaled = result[:count], term[:count]
             with np.errstate(all="ignore"):
-                for place, (block, part, factor) in enumerate(zip(blocks, self.parts, self.factors, strict=True)):
+                for index, (block, part, factor) in enumerate(zip(blocks, self.parts, self.factors, strict=True)):
                     given = values(block, part.dtype, room)
                     if factor != 1:
                         given = np.multiply(given, factor, out=scaled, dtype=np.float64)
-                    if place == 0:
+                    if index == 0:
                         added[:] = given
                     else:
                         np.add(added, given, out=added)

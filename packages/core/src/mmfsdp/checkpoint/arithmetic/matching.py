@@ -9,7 +9,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.dequantizing import restore_codes
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.errors import ConfigError
@@ -49,7 +49,7 @@ def restored_for(layouts: Sequence[Layout], target: str | os.PathLike[str], conv
     Raises:
         ConfigError: ``quantize`` is ``'none'``, and none of them is quantised, or not as is read here.
     """
-    if not target_format(place(target, to_write=True), conversion).restores_codes(conversion.quantize):
+    if not target_format(checkpoint_path(target, to_write=True), conversion).restores_codes(conversion.quantize):
         return layouts
     return restore_codes(layouts, required=conversion.quantize == "none")
 

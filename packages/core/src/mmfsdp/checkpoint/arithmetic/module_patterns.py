@@ -48,10 +48,10 @@ def of_modules(modules: Sequence[str], table: Mapping[str, Any], setting: str, c
     patterns = [*table]
     if all(_PLAIN.fullmatch(pattern) and not _CLASSES.search(pattern) for pattern in patterns):
         rules = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
-        places = [next((i for i, rule in enumerate(rules) if rule.match(name)), None) for name in modules]
+        indices = [next((i for i, rule in enumerate(rules) if rule.match(name)), None) for name in modules]
     else:
-        places = _matched(modules, patterns, setting, config)
-    return {name: table[patterns[place]] for name, place in zip(modules, places, strict=True) if place is not None}
+        indices = _matched(modules, patterns, setting, config)
+    return {name: table[patterns[index]] for name, index in zip(modules, indices, strict=True) if index is not None}
 
 
 def _matched(modules: Sequence[str], patterns: Sequence[str], setting: str, config: Path) -> list[int | None]:

@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.conversion.targets import Companion, DiskTarget, Target
 from mmfsdp.checkpoint.failed_downloads import pointer_notes
 from mmfsdp.checkpoint.files.dequantizing import restore_codes
-from mmfsdp.checkpoint.files.disk import place, present
+from mmfsdp.checkpoint.files.disk import checkpoint_path, present
 from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.formats.common.format import Format
 from mmfsdp.checkpoint.formats.opening import opened
@@ -119,7 +119,7 @@ def convert(
     """
     began = time.perf_counter()
     chosen = (conversion or Conversion()).changed(settings)
-    path = place(target, to_write=True)
+    path = checkpoint_path(target, to_write=True)
     kind = target_format(path, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
     layout, restored = _numbers(layout, kind, chosen)

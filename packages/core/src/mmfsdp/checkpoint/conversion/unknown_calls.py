@@ -45,7 +45,7 @@ def _known(value: Any, path: str, removed: list[str]) -> Any:
             vars(kept).update(_known(vars(value), path, removed))
         return kept
     if isinstance(value, list) and all(isinstance(child, dict) or not _holds_unknown(child) for child in value):
-        return [_known(child, f"{path}/{place}", removed) for place, child in enumerate(value)]
+        return [_known(child, f"{path}/{index}", removed) for index, child in enumerate(value)]
     return _GONE
 
 

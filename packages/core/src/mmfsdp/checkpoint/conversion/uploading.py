@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.conversion.targets import Companion, Target, part_of_source, paths_of
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
-from mmfsdp.checkpoint.files.disk import place, present, write_errors
+from mmfsdp.checkpoint.files.disk import checkpoint_path, present, write_errors
 from mmfsdp.checkpoint.files.expecting import copied_extents
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
@@ -55,7 +55,7 @@ class StoreTarget(Target):
         directory, chosen = self.format.directory, self.chosen
         _upload(self._folder, intent, chosen, directory=directory, beside=contents, progress=progress)
         if chosen.verify_output:
-            check_output(place(str(self.path)), intent.written, trust=chosen.trust, progress=progress)
+            check_output(checkpoint_path(str(self.path)), intent.written, trust=chosen.trust, progress=progress)
         return self.path
 
 

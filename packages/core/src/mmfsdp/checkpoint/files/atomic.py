@@ -1,6 +1,6 @@
 """Publishes files and directories at their final path: complete, or not at all.
 
-Everything is written to a hidden sibling of the target, synced, and moved to its place in one step. The next process
+Everything is written to a hidden sibling of the target, synced, and renamed to the target in one step. The next process
 that writes the same target removes or completes what a killed process left behind (see ``siblings``).
 """
 
@@ -102,8 +102,8 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, resume: bool = Fal
 def commit(temporary: Path, path: Path, *, overwrite: bool = False, fsync: bool = True) -> None:
     """Move a finished file or directory to its final path in one step.
 
-    If there was something complete at ``path`` before, there is at every instant: the old and the new one change
-    places, and only then is the old one removed. Where the file system cannot exchange directories, the old one is
+    If there was something complete at ``path`` before, there is at every instant: the old and the new one are
+    exchanged, and only then is the old one removed. Where the file system cannot exchange directories, the old one is
     moved aside first. If this process dies at that moment, ``open_layout`` and the next save find what it left.
 
     Args:

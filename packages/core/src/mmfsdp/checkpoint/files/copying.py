@@ -1,7 +1,7 @@
 """Copies tensors between files through a small buffer, and compares checksums on the way.
 
 The kernel's own copy between files (``copy_file_range``, ``sendfile``) takes one and a half times as long wherever
-source and target do not begin at the same place of a page, which is nearly always; and a checksum needs another pass
+source and target do not begin at the same offset of a page, which is nearly always; and a checksum needs another pass
 then. See docs/adr/0002-extents.md.
 """
 
@@ -208,7 +208,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BlockWriter:
-    """Writes bytes to places of a file, in constant memory, for one thread at a time.
+    """Writes bytes at given offsets of a file, in constant memory, for one thread at a time.
 
     ``room`` says where to put the bytes; they are in the file at the end of ``to``. Blocks begin and end between pages
     of the file, which direct I/O requires. Where the bytes are not contiguous, the rest of a page goes through the
@@ -248,7 +248,7 @@ class BlockWriter:
             self._base = self._begin = self._end = self._limit = 0
 
     def room(self, at: int, most: int) -> memoryview:
-        """Return memory for the bytes at a place of the file; call ``filled`` when they are there.
+        """Return memory for the bytes at an offset of the file; call ``filled`` when they are there.
 
         Args:
             at: Offset in the file in bytes.

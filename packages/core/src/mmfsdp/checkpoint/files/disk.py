@@ -29,6 +29,7 @@ __all__ = [
     "OpenFiles",
     "at_home",
     "changed",
+    "checkpoint_path",
     "copy_here",
     "exchange",
     "identity",
@@ -39,7 +40,6 @@ __all__ = [
     "not_written",
     "of_file",
     "permission_errors",
-    "place",
     "present",
     "read_errors",
     "refuse_empty",
@@ -56,21 +56,21 @@ _Error = TypeVar("_Error", bound=MmfsdpError)
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ROOM = "Make room on that disk, or choose a path on another."
-_PLACE = "Choose a directory that you may write to."
+_DIRECTORY = "Choose a directory that you may write to."
 _ADVICE = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EFBIG: "Its file system, or the limit that `ulimit -f` shows, allows no larger file. Raise the limit, choose "
     "another disk, or write a format of several files.",
-    errno.EACCES: _PLACE,
-    errno.EPERM: _PLACE,
-    errno.EROFS: _PLACE,
+    errno.EACCES: _DIRECTORY,
+    errno.EPERM: _DIRECTORY,
+    errno.EROFS: _DIRECTORY,
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.EMFILE: "Raise the limit that `ulimit -n` shows.",
 }
 
 
-def place(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
+def checkpoint_path(path: str | os.PathLike[str], *, to_write: bool = False) -> Path:
     """Return the path of a checkpoint that is read or written: on this machine, or on a server if it is a URL.
 
     Raises:

@@ -185,18 +185,18 @@ def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[
 
 def _scattered(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
     """Return elements whose last dimension is short, going along the longest one: pieces would be of few elements."""
-    places = row_major_strides(sizes)
+    packed_strides = row_major_strides(sizes)
     longest = sizes.index(max(sizes))
     others = [dim for dim in range(len(sizes)) if dim != longest]
     packed = bytearray(item * math.prod(sizes))
     target = memoryview(packed).cast(_FORMATS[item])
-    step, place = strides[longest], places[longest]
+    step, packed_step = strides[longest], packed_strides[longest]
     reach = (sizes[longest] - 1) * step + 1
     for index in itertools.product(*(range(sizes[dim]) for dim in others)):
         begin = sum(at * strides[dim] for at, dim in zip(index, others, strict=True))
-        first = sum(at * places[dim] for at, dim in zip(index, others, strict=True))
+        first = sum(at * packed_strides[dim] for at, dim in zip(index, others, strict=True))
         elements = data[begin * item : (begin + reach) * item].cast(_FORMATS[item])
-        target[first : first + (sizes[longest] - 1) * place + 1 : place] = elements[::step]
+        target[first : first + (sizes[longest] - 1) * packed_step + 1 : packed_step] = elements[::step]
     return bytes(packed)
 
 

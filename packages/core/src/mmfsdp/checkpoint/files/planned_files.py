@@ -118,11 +118,11 @@ class _Part(NamedTuple):
 
 def _parts(file: PlannedFile, path: Path) -> Iterator[_Part]:
     begin = size = 0
-    for place, piece in enumerate(file.pieces, start=1):
+    for stop, piece in enumerate(file.pieces, start=1):
         size += piece.entry.nbytes
         if size >= _BATCH:
-            yield _Part(path, file.name, begin, file.pieces[begin:place])
-            begin, size = place, 0
+            yield _Part(path, file.name, begin, file.pieces[begin:stop])
+            begin, size = stop, 0
     if begin < len(file.pieces):
         yield _Part(path, file.name, begin, file.pieces[begin:])
 

@@ -37,7 +37,7 @@ class Rounding:
         self._bits = np.empty(most, np.uint32)
         self._low = np.empty(most, np.uint16)
         self._codes = np.empty(most if target == "float16" else 0, np.uint32)
-        self._places = np.empty(most if self._is_float8 else 0, np.intp)
+        self._indices = np.empty(most if self._is_float8 else 0, np.intp)
 
     def __call__(self, given: NDArray[Any]) -> tuple[memoryview, int]:
         """Round a block.
@@ -111,7 +111,7 @@ class Rounding:
         np.bitwise_and(bits, np.uint32(0x7FFFFFFF), out=sizes)
         np.right_shift(sizes, np.uint32(13), out=codes)
         np.bitwise_and(codes, np.uint32(1), out=codes)
-        np.add(codes, np.uint32(0xFFF), out=codes)  # half a unit, less one where the last place is even
+        np.add(codes, np.uint32(0xFFF), out=codes)  # half a unit, less one where the last digit is even
         np.add(codes, sizes, out=codes)
         np.right_shift(codes, np.uint32(13), out=codes)
         np.subtract(codes, np.uint32(112 << 10), out=codes)  # the bias is 15, and not 127
@@ -134,11 +134,11 @@ class Rounding:
         np.add(words, np.uint32(0xFFFF), out=words)
         np.bitwise_or(words, bits, out=words)
         np.right_shift(words, np.uint32(16), out=words)
-        places = self._places[: len(given)]
-        places[:] = words
+        indices = self._indices[: len(given)]
+        indices[:] = words
         codes, too_large, middle = _float8_codes(self._target)
-        np.take(codes, places, out=result, mode="clip")  # "raise" would make a copy of the result
-        return 0 if _lies_below(middle, given) else int(np.count_nonzero(too_large[places]))
+        np.take(codes, indices, out=result, mode="clip")  # "raise" would make a copy of the result
+        return 0 if _lies_below(middle, given) else int(np.count_nonzero(too_large[indices]))
 
 
 _FINITE_HALF = 65520.0  # from here on, numbers round to infinity in float16
@@ -161,7 +161,7 @@ def _any_to_bfloat16(given: NDArray[Any]) -> tuple[NDArray[np.uint16], int]:
     import numpy as np
 
     bits = _single(given).view(np.uint32)
-    # Half a unit of the last place that stays, less one where that place is even: ties go to even.
+    # Half a unit of the last digit that stays, less one where that digit is even: ties go to even.
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     words = np.where(np.isnan(given), quiet, rounded).astype(np.uint16)

@@ -16,7 +16,7 @@ from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.failed_downloads import explained, stand_in
-from mmfsdp.checkpoint.files.disk import nearest, of_file, permission_errors, place
+from mmfsdp.checkpoint.files.disk import checkpoint_path, nearest, of_file, permission_errors
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.common.foreign import what_to_use
 from mmfsdp.checkpoint.formats.common.format import Format
@@ -79,7 +79,7 @@ def open_layout(
         IncompleteCheckpointError: Parts of the checkpoint are missing.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    path = place(path)
+    path = checkpoint_path(path)
     with permission_errors(path):
         path = interrupted(path) or path
     source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)

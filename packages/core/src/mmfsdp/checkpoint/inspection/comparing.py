@@ -145,8 +145,8 @@ def _sizes(x: NDArray[Any], y: NDArray[Any], nearness: _Nearness, decades: list[
     if decades:
         with np.errstate(all="ignore"):
             powers = np.clip(np.floor(np.log10(ratio)), _LEAST - 1, _LEAST + _DECADES - 2)
-        for place, number in enumerate(np.bincount((powers - (_LEAST - 1)).astype(np.int64))):
-            decades[place] += int(number)
+        for index, number in enumerate(np.bincount((powers - (_LEAST - 1)).astype(np.int64))):
+            decades[index] += int(number)
     return count, float(distance.max(initial=-1.0)), float(ratio.max(initial=-1.0))
 
 

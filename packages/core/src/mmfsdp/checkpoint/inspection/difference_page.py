@@ -149,9 +149,9 @@ def _small_histogram(decades: Sequence[int]) -> str:
         return ""
     highest = max(decades)
     bars = "".join(
-        f'<rect x="{6 * place}" y="{20 - height}" width="5" height="{height}">'
-        f"<title>{_bar_text(place, number)}</title></rect>"
-        for place, number in enumerate(decades)
+        f'<rect x="{6 * index}" y="{20 - height}" width="5" height="{height}">'
+        f"<title>{_bar_text(index, number)}</title></rect>"
+        for index, number in enumerate(decades)
         if (height := max(1, round(20 * number / highest)) if number else 0)
     )
     return f'<svg viewBox="0 0 {6 * len(decades)} 20" width="{6 * len(decades)}" height="20" role="img">{bars}</svg>'
@@ -162,9 +162,9 @@ def _large_histogram(decades: Sequence[int]) -> str:
         return ""
     highest, total = max(decades), sum(decades)
     bars = "".join(
-        f'<li title="{_bar_text(place, number)}"><em>{share(number, total) if number else ""}</em>'
-        f'<b style="height:{75 * number / highest:.1f}%"></b><span>{_LABELS[place]}</span></li>'
-        for place, number in enumerate(decades)
+        f'<li title="{_bar_text(index, number)}"><em>{share(number, total) if number else ""}</em>'
+        f'<b style="height:{75 * number / highest:.1f}%"></b><span>{_LABELS[index]}</span></li>'
+        for index, number in enumerate(decades)
     )
     return (
         f'<h2>Changes by size</h2><ol class="chart">{bars}</ol>'
@@ -173,12 +173,12 @@ def _large_histogram(decades: Sequence[int]) -> str:
     )
 
 
-def _bar_text(place: int, number: int) -> str:
-    if place == 0:
+def _bar_text(index: int, number: int) -> str:
+    if index == 0:
         return f"{number:,} elements: less than 1e-8 of the value"
-    if place == len(_LABELS) - 1:
+    if index == len(_LABELS) - 1:
         return f"{number:,} elements: 10 times the value or more"
-    return f"{number:,} elements: 1e{place - 9} to 1e{place - 8} of the value"
+    return f"{number:,} elements: 1e{index - 9} to 1e{index - 8} of the value"
 
 
 def _list(title: str, names: Sequence[str]) -> str:

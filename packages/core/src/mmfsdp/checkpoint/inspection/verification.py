@@ -13,7 +13,7 @@ from typing import Any
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.checkpoint.failed_downloads import stand_in
-from mmfsdp.checkpoint.files.disk import place, present
+from mmfsdp.checkpoint.files.disk import checkpoint_path, present
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.formats.registry import format_of
@@ -111,7 +111,7 @@ def verify(
         raise ConfigError(f"jobs={jobs} is not a number of threads; use 1 or more.")
     began = time.perf_counter()
     problems: list[Problem] = []
-    root = path.path if isinstance(path, Layout) else place(path)
+    root = path.path if isinstance(path, Layout) else checkpoint_path(path)
     layout: Layout | None = None
     try:
         layout = opened(path, trust=trust, reference=reference)
@@ -155,7 +155,7 @@ def _problem(error: MmfsdpError) -> Problem:
 
 
 def _explained(problems: list[Problem]) -> Iterator[Problem]:
-    """Yield the problems, of a file in whose place something else is only that."""
+    """Yield the problems; if something else stands instead of a file, only that."""
     found: dict[str | None, CheckpointError | None] = {None: None}
     for problem in problems:
         if problem.file is not None and problem.file not in found:

@@ -32,13 +32,13 @@ _LINE, _TWO_LINES = -10, -20  # the argument ends with a newline, or with the se
 
 # What an opcode does to the stack and the memo.
 _STOP = 0  # ends the pickle; so does an unknown opcode
-_MEMOIZE = 1  # stores the top value at the next place of the memo
+_MEMOIZE = 1  # stores the top value at the next index of the memo
 _GET = 2  # pushes a value of the memo
 _PUSH = 3  # pushes a value that is not a tuple
 _POP = 4  # pops N values; if N <= 0, pops 1 - N values and pushes one that is not a tuple
 _MARK = 5  # sets a mark
 _TUPLES = 6  # makes the top N values a tuple
-_PUT = 7  # stores the top value at a given place of the memo
+_PUT = 7  # stores the top value at a given index of the memo
 _POP_MARK = 8  # pops everything above the mark
 _TUPLE = 9  # makes everything above the mark a tuple
 _REPLACE = 10  # replaces everything above the mark by a value that is not a tuple
@@ -105,7 +105,7 @@ _MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE, _BINPERSID_OPCODE, _NEWOBJ_OPCODE =
 
 _MANY_KEYS = f"it uses more than {MOST_KEYS} tuples as keys, which may all have the same hash"
 _COLLIDING = f"it holds more than {_COLLISIONS} different integers with the same hash"
-_TWO_WAYS = "it numbers the places of its memo in two ways"
+_TWO_WAYS = "it numbers the entries of its memo in two ways"
 _REPEATED = f"its tuples hold each other so often that they have over {_REPEATS} elements"
 
 
@@ -141,8 +141,8 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
     # A value on the stack is 0, or for a tuple its total number of elements, times 1024, plus its depth.
     stack: list[int] = []
     marks: list[int] = []
-    tuples: dict[int, int] = {}  # place in the memo -> tuple
-    memoized, named = 0, False  # places taken by MEMOIZE; whether PUT was used
+    tuples: dict[int, int] = {}  # index in the memo -> tuple
+    memoized, named = 0, False  # entries stored by MEMOIZE; whether PUT was used
     repeats = made_keys = 0
     numbers = _Numbers()
     skips = len(data) - at > _LONG  # as long as there is no large tuple in the memo
@@ -161,16 +161,16 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
         effect, argument, count = table[opcode]
         if effect == _GET:
             if argument == 1:
-                place = data[at]
+                index = data[at]
                 at += 1
             elif argument == 4:
-                place, at = from_bytes(data[at : at + 4], "little"), at + 4
+                index, at = from_bytes(data[at : at + 4], "little"), at + 4
             else:
-                place, at = _place(data, at, argument)
-            if place not in tuples:
+                index, at = _memo_index(data, at, argument)
+            if index not in tuples:
                 push(0)
                 continue
-            value = tuples[place]
+            value = tuples[index]
             repeats += value >> 10
             if repeats > _REPEATS:
                 return _REPEATED, at - 1
@@ -178,16 +178,16 @@ def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
         elif effect == _PUT:
             begin = at - 1
             if argument == 4:
-                place, at = from_bytes(data[at : at + 4], "little"), at + 4
+                index, at = from_bytes(data[at : at + 4], "little"), at + 4
             else:
-                place, at = _place(data, at, argument)
+                index, at = _memo_index(data, at, argument)
             if memoized:
                 return _TWO_WAYS, begin
-            if place > len(data):
-                return f"it stores a value at place {place} of its memo, but has only {len(data)} bytes", begin
+            if index > len(data):
+                return f"it stores a value at index {index} of its memo, but has only {len(data)} bytes", begin
             named = True
-            if (value := stack[-1]) or place in tuples:
-                tuples[place] = value
+            if (value := stack[-1]) or index in tuples:
+                tuples[index] = value
                 skips = skips and value >> 10 <= _SMALL
         elif effect == _PUSH:
             push(0)
@@ -312,11 +312,11 @@ def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
 
     It does no harm: what it stores in the memo holds no tuples but those of up to nine integers, and tuples of these;
     its keys are in the memo. No argument contains an opcode that is counted in it: the given one, which begins another
-    value, and the one that takes a place of the memo.
+    value, and the one that takes an entry of the memo.
 
     Args:
         opcode: The opcode.
-        named: Whether values are stored at named places of the memo.
+        named: Whether values are stored at given indices of the memo.
     """
     byte = rb"[^\x94\x%02x]" % opcode
     put = rb"(?:q%b|r%b{2}[\0-\x0f]\0)?" % (byte, byte) if named else rb"\x94?"
@@ -340,8 +340,8 @@ def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
     return re.compile(items + b"(?:%b}%b)*+" % (text, items), re.DOTALL)
 
 
-def _place(data: bytes | mmap.mmap, at: int, argument: int) -> tuple[int, int]:
-    """Return a place of the memo, and the offset after it."""
+def _memo_index(data: bytes | mmap.mmap, at: int, argument: int) -> tuple[int, int]:
+    """Return an index of the memo, and the offset after it."""
     if argument > 0:
         return int.from_bytes(data[at : at + argument], "little"), at + argument
     end = _after_lines(data, at, argument)

@@ -35,7 +35,7 @@ def parse_recipe(content: Mapping[str, Any], name: str) -> Recipe:
         key: tuple(_list(value, f"{name}: values.{key}", (str, int)))
         for key, value in content.get("values", {}).items()
     }
-    parsed = tuple(_rule(rule, f"{name}: rules[{place}]") for place, rule in enumerate(rules))
+    parsed = tuple(_rule(rule, f"{name}: rules[{index}]") for index, rule in enumerate(rules))
     return Recipe(name, _text(content.get("about", ""), f"{name}: about"), parsed, values, unmatched == "keep")
 
 
@@ -54,14 +54,14 @@ def _rule(given: Any, where: str) -> Rule:
         flags[flag] = given.get(flag, False)
         if not isinstance(flags[flag], bool):
             raise ConfigError(f"{where}.{flag} is {flags[flag]!r}, expected true or false.", config=where)
-    place = f"{where}.{kind}"
+    path = f"{where}.{kind}"
     try:
         if kind == "drop":
-            return Drop(place, flags["optional"], _templates(given[kind], place), flags["recomputed"])
-        return _KINDS[kind](place, flags["optional"], given[kind])
+            return Drop(path, flags["optional"], _templates(given[kind], path), flags["recomputed"])
+        return _KINDS[kind](path, flags["optional"], given[kind])
     except ConfigError as error:
         known = error.message.startswith(where)
-        raise error if known else ConfigError(f"{place}: {error.message}", config=place) from None
+        raise error if known else ConfigError(f"{path}: {error.message}", config=path) from None
 
 
 def _rename(where: str, optional: bool, given: Any) -> Rule:

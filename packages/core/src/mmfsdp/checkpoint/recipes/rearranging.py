@@ -68,11 +68,11 @@ def stacked(name: str, entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     chunks = [
         replace(
             chunk,
-            box_offsets=_inserted(chunk.box_offsets, dim, place),
+            box_offsets=_inserted(chunk.box_offsets, dim, index),
             box_sizes=_inserted(chunk.box_sizes, dim, 1),
             strides=None if chunk.strides is None else _inserted(chunk.strides, dim, 1),
         )
-        for place, entry in enumerate(entries)
+        for index, entry in enumerate(entries)
         for chunk in entry.chunks()
     ]
     return TensorEntry(name, first.dtype, _inserted(first.shape, dim, len(entries)), tuple(chunks))
@@ -87,8 +87,8 @@ def unstacked(entry: TensorEntry, dim: int) -> list[TensorEntry]:
     if dim >= len(entry.shape):
         raise ValueError(f"it has no dimension {dim}")
     slices = []
-    for place in range(entry.shape[dim]):
-        part = entry.cut(_added((0,) * len(entry.shape), dim, place), _replaced(entry.shape, dim, 1))
+    for index in range(entry.shape[dim]):
+        part = entry.cut(_added((0,) * len(entry.shape), dim, index), _replaced(entry.shape, dim, 1))
         chunks = [
             replace(
                 chunk,
@@ -190,7 +190,7 @@ class Pattern:
         ]
         for boxes in itertools.product(*divided):
             axes = [axis for _, own in boxes for axis in own]
-            yield _box(chunk, sum(skipped for skipped, _ in boxes), [axes[place] for place in self._order], item)
+            yield _box(chunk, sum(skipped for skipped, _ in boxes), [axes[index] for index in self._order], item)
 
     def _joined(self, chunk: Chunk, sizes: Mapping[str, int], item: int) -> Iterator[Chunk]:
         """Yield a box over all axes as boxes of the right side's dimensions."""
@@ -304,17 +304,17 @@ def _check_alike(entries: Sequence[TensorEntry], apart_from: int | None) -> None
             )
 
 
-def _added(values: tuple[int, ...], place: int, more: int) -> tuple[int, ...]:
-    return _replaced(values, place, values[place] + more)
+def _added(values: tuple[int, ...], index: int, more: int) -> tuple[int, ...]:
+    return _replaced(values, index, values[index] + more)
 
 
-def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])
+def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
-def _inserted(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place:])
+def _inserted(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index:])
 
 
-def _removed(values: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return (*values[:place], *values[place + 1 :])
+def _removed(values: tuple[int, ...], index: int) -> tuple[int, ...]:
+    return (*values[:index], *values[index + 1 :])

@@ -33,7 +33,7 @@ class Rule:
     """One rule of a recipe."""
 
     where: str
-    """Its place in the recipe, for errors: ``'llama.toml: rules[3].fuse'``."""
+    """Its path in the recipe, for errors: ``'llama.toml: rules[3].fuse'``."""
     optional: bool
     """Whether it may match nothing."""
 
@@ -70,7 +70,7 @@ class Rule:
             ) from None
 
     def _complete(self, group: Group, wanted: Sequence[Template]) -> list[str]:
-        missing = [template for place, template in enumerate(wanted) if (place, "") not in group.names]
+        missing = [template for index, template in enumerate(wanted) if (index, "") not in group.names]
         if missing:
             found = ", ".join(map(repr, [*group.names.values()][:4]))
             raise ConfigError(
@@ -78,7 +78,7 @@ class Rule:
                 "what the rule needs, or the rule should not match here.",
                 config=self.where,
             )
-        return [group.names[place, ""] for place in range(len(wanted))]
+        return [group.names[index, ""] for index in range(len(wanted))]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Stack(Rule):
                 )
             numbers = sorted(int(own) for _, own in group.names)
             if numbers != [*range(len(numbers))]:
-                gap = next(place for place, number in enumerate([*numbers, -1]) if place != number)
+                gap = next(index for index, number in enumerate([*numbers, -1]) if index != number)
                 missing = self.part.filled({**group.values, self.over: str(gap)})
                 raise ConfigError(f"{self.where}: the checkpoint lacks {missing!r}.", config=self.where)
             names = [group.names[0, str(number)] for number in numbers]
@@ -217,7 +217,7 @@ class Unstack(Rule):
         for group in grouped(tensors, [self.whole]):
             [given] = group.names.values()
             slices = self._checked([given], tensors, lambda: unstacked(tensors[given], self.dim))  # noqa: B023
-            names = [self.part.filled({**group.values, self.over: str(place)}) for place in range(len(slices))]
+            names = [self.part.filled({**group.values, self.over: str(index)}) for index in range(len(slices))]
             yield Step([given], {name: replace(entry, name=name) for name, entry in zip(names, slices, strict=True)})
 
     def inverse(self) -> Rule:

@@ -29,7 +29,7 @@ _WASTE = 4  # how often an element of a large tensor may be computed
 
 
 class StandIns:
-    """Gives tensors that are to be computed places in files that do not exist, and takes them back."""
+    """Gives tensors that are to be computed locations in files that do not exist, and takes them back."""
 
     def __init__(self) -> None:
         self._given: dict[Path, TensorEntry] = {}

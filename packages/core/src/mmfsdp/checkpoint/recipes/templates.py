@@ -117,11 +117,11 @@ def grouped(names: Iterable[str], templates: Sequence[Template], over: str = "")
     """
     groups: dict[Binding, Group] = {}
     for name in names:
-        for place, template in enumerate(templates):
+        for index, template in enumerate(templates):
             values = template.match(name)
             if values is not None:
                 own = values.pop(over, "")
                 key = tuple(sorted(values.items()))
-                groups.setdefault(key, Group(values, {})).names[place, own] = name
+                groups.setdefault(key, Group(values, {})).names[index, own] = name
                 break
     return [*groups.values()]

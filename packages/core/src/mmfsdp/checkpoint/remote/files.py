@@ -108,7 +108,7 @@ def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class RemoteStream(io.RawIOBase):
-    """A file on a server as Python's own files are: with a place to read from, and a descriptor.
+    """A file on a server as Python's own files are: with a position to read from, and a descriptor.
 
     Args:
         descriptor: The open file; it is closed with this.

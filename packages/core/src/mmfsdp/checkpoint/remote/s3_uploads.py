@@ -42,7 +42,7 @@ class S3Folder:
     def names(self) -> list[str]:
         """Return the names of the files below the target; an empty one is the target itself."""
         self._store.invalidate_cache()
-        bucket, key = self._place("")
+        bucket, key = self._bucket_and_key("")
         found = self._called(lambda: self._store.find(f"{bucket}/{key}"))
         return [path.removeprefix(f"{bucket}/{key}").lstrip("/") for path in found]
 
@@ -74,24 +74,24 @@ class S3Folder:
             stretches: Offset and length of everything that would be written to it.
         """
         listed = self._calling(name, "Prefix")("list_objects_v2", MaxKeys=1).get("Contents", [])
-        _, key = self._place(name)
+        _, key = self._bucket_and_key(name)
         if [(item["Key"], item["Size"]) for item in listed] != [(key, size)]:
             return None
         return S3Comparison(listed[0]["ETag"], size, stretches)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file at once."""
-        bucket, key = self._place(name)
+        bucket, key = self._bucket_and_key(name)
         self._s3("put_object", Bucket=bucket, Key=key, Body=data)
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        bucket, key = self._place(name)
+        bucket, key = self._bucket_and_key(name)
         self._s3("delete_object", Bucket=bucket, Key=key)
 
     def _unfinished(self, name: str) -> dict[str, dict[int, str]]:
         """Return the unfinished uploads of a file, the newest first: the ETag of each part that S3 has, by number."""
-        _, key = self._place(name)
+        _, key = self._bucket_and_key(name)
         uploads = [
             item
             for page in _pages(self._calling(name, "Prefix"), "list_multipart_uploads", "KeyMarker", "UploadIdMarker")
@@ -107,10 +107,10 @@ class S3Folder:
 
     def _calling(self, name: str, key_is: str = "Key") -> Callable[..., Any]:
         """Return what calls a method of S3 with the bucket and key of a file."""
-        bucket, key = self._place(name)
+        bucket, key = self._bucket_and_key(name)
         return lambda method, **rest: self._s3(method, Bucket=bucket, **{key_is: key}, **rest)
 
-    def _place(self, name: str) -> tuple[str, str]:
+    def _bucket_and_key(self, name: str) -> tuple[str, str]:
         url = self._url.child(name) if name else self._url
         bucket, key, _ = self._store.split_path(f"{url.host}{url.path}")
         return bucket, key

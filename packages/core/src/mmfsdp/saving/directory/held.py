@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import on_all_ranks, shared
 from mmfsdp.errors import CheckpointError, RunDirectoryError
@@ -36,7 +36,7 @@ class HeldDirectory:
     """
 
     def __init__(self, path: str | Path, scope: Scope) -> None:
-        self._scope, self._is_store = scope, is_remote(target := place(path))
+        self._scope, self._is_store = scope, is_remote(target := checkpoint_path(path))
 
         def hold() -> Hold | None:
             with as_checkpoint_error(target):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
 from mmfsdp.checkpoint.remote.pacing import call_within
@@ -32,7 +32,7 @@ class Store:
     A file appears there whole. Nothing can be locked, or renamed in one step.
 
     Args:
-        path: A URL that `mmfsdp.checkpoint.files.disk.place` has opened.
+        path: A URL that `mmfsdp.checkpoint.files.disk.checkpoint_path` has opened.
 
     Raises:
         ConfigError: The store cannot be written, or its driver is not installed.
@@ -69,12 +69,12 @@ class Store:
 
     def names(self, name: str = "") -> list[str]:
         """Return the names of what lies right below the directory, or below one in it."""
-        place = self._place(name)
+        checkpoint_path = self._place(name)
         try:
-            found = self._called(lambda: self._store.ls(place, detail=False))
+            found = self._called(lambda: self._store.ls(checkpoint_path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        own = place.strip("/")
+        own = checkpoint_path.strip("/")
         return sorted(str(one).rstrip("/").rpartition("/")[2] for one in found if str(one).strip("/") != own)
 
     def read(self, name: str) -> bytes | None:
@@ -165,7 +165,7 @@ def open_directory(path: str | Path) -> Directory:
     Raises:
         ConfigError: The URL is malformed, or the store's driver is not installed; or it is one of the web.
     """
-    target = place(path)
+    target = checkpoint_path(path)
     return Store(target) if is_remote(target) else DiskDirectory(target)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from mmfsdp.checkpoint.files.disk import place, refuse_empty
+from mmfsdp.checkpoint.files.disk import checkpoint_path, refuse_empty
 from mmfsdp.collective.scopes import new_scope
 from mmfsdp.collective.steps import check_same_arguments, same_path
 from mmfsdp.errors import ConfigError
@@ -123,7 +123,7 @@ class CheckpointManager:
         given = {**vars(settings), "retention": retention, "kind": kind}
         given |= {"state": sorted([*named, *(state or {})]), "averaged": averaged is not None}
         check_same_arguments(scope, "CheckpointManager()", given)
-        self.directory = place(same_path(directory, scope))
+        self.directory = checkpoint_path(same_path(directory, scope))
         identity = identity_of((param.fqn, param.shape) for param in sharded.plan.all_params())
         files = HeldRun(self.directory, scope, run=run, model=identity)
         self._run = ManagedRun(states, files, kind, not background, retention)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.files.disk import permission_errors, place
+from mmfsdp.checkpoint.files.disk import checkpoint_path, permission_errors
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.formats.registry import format_of
@@ -55,7 +55,7 @@ def read_checkpoint(
         UnsafePickleError: The pickle holds classes that are neither safe nor in ``safe_globals``.
         FormatError: ``path`` is not a checkpoint of a known format.
     """
-    source = _opened(place(path).absolute(), lambda: reference, verify)
+    source = _opened(checkpoint_path(path).absolute(), lambda: reference, verify)
     if _is_mappable(source):
         return _mapped(source.path, safe_globals)
     return _content(source, safe_globals)
@@ -104,7 +104,7 @@ def check_shared(path: str | Path, scope: Scope) -> tuple[Source, bool]:
     Raises:
         CheckpointError: The checkpoint is damaged or cannot be read; raised on every rank.
     """
-    target = place(same_path(path, scope))
+    target = checkpoint_path(same_path(path, scope))
 
     def first() -> tuple[Source, bool]:
         source = _opened(target, lambda: None, True)
@@ -198,7 +198,7 @@ def _shared(
     read: Callable[[Source], dict[str, Any]],
     verify: bool,
 ) -> tuple[Source, dict[str, Any]]:
-    target = place(same_path(path, scope))
+    target = checkpoint_path(same_path(path, scope))
 
     def first() -> tuple[Source, dict[str, Any]]:
         source = _found(target, opener, verify)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mmfsdp.basics.text import WRAPPER_PREFIX, name_list
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.checkpoint.formats.deepspeed.format import of_deepspeed_within
 from mmfsdp.checkpoint.formats.opening import optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Layout, TensorRef
@@ -156,14 +156,14 @@ def load_with_rest(
 
 def _elsewhere(path: str | Path, key: str) -> str:
     """Return a sentence that says where weights or optimizer state are, if they are beside the path or within it."""
-    if key == "optimizer" and (name := of_deepspeed_within(place(path))):
+    if key == "optimizer" and (name := of_deepspeed_within(checkpoint_path(path))):
         return f" Give DeepSpeed's checkpoint within it, {name!r}."
-    if key == "optimizer" and (names := optimizers_beside(place(path))):
+    if key == "optimizer" and (names := optimizers_beside(checkpoint_path(path))):
         return (
             f" Beside it lies {listed(names)}: load the weights without the optimizer, and then its state with "
             "load_optim_state_dict(model, optimizer, read_checkpoint(...)['optimizer']), from mmfsdp.saving."
         )
-    names = weights_beside(place(path)) if key == "state_dict" else []
+    names = weights_beside(checkpoint_path(path)) if key == "state_dict" else []
     return f" Open what lies beside it: {listed(names)}." if names else ""
 
 

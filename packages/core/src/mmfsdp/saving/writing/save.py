@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.atomic import refuse_existing, refuse_other_content
-from mmfsdp.checkpoint.files.disk import place
+from mmfsdp.checkpoint.files.disk import checkpoint_path
 from mmfsdp.checkpoint.formats.registry import FORMATS
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
@@ -158,7 +158,7 @@ def _agreed_target(
     blocking: bool,
 ) -> Path:
     """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
-    target = place(same_path(path, scope))
+    target = checkpoint_path(same_path(path, scope))
     check_store(target, kind)
     saved = None if optimizer is None else type(optimizer).__name__
     given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking}

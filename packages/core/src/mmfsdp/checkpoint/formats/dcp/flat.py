@@ -143,7 +143,7 @@ def _fits(entry: TensorEntry, span: Span, unit: FlatUnit) -> bool:
 
 def _share(span: Span, unit: FlatUnit, rank: str) -> int:
     """Return how many elements of a parameter a rank holds."""
-    begin, end = span.place[1], span.place[1] + span.numel
+    begin, end = span.start[1], span.start[1] + span.numel
     held = [part for part in unit.ranges if _rank(part.record.file) == rank]
     return sum(max(0, min(part.stop, end) - max(part.start, begin)) for part in held)
 

@@ -297,9 +297,9 @@ class _SimilarArchives:
         differing = []
         for record in records.values():
             if record is data or record.name.endswith(_IDENTIFIER):
-                places = [record.header + LOCAL_CRC, record.central + CENTRAL_CRC]
-                places += [record.offset + record.nbytes + DESCRIPTOR_CRC] * record.descriptor
-                differing += [(place - begin, 4) for place in places]
+                offsets = [record.header + LOCAL_CRC, record.central + CENTRAL_CRC]
+                offsets += [record.offset + record.nbytes + DESCRIPTOR_CRC] * record.descriptor
+                differing += [(offset - begin, 4) for offset in offsets]
             if record is not data and record.name.endswith(_IDENTIFIER):
                 differing.append((record.offset - begin, record.nbytes))
         first, last = data.offset - begin, data.offset - begin + data.nbytes

@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 
 
 def _renamed(layout: Layout) -> Layout:
-    """Return the layout with each tensor under the path of its place in the tree."""
+    """Return the layout with each tensor under its path in the tree."""
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:

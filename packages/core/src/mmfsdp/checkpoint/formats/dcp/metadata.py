@@ -214,7 +214,7 @@ class _Index(Attributes):
     offset: Any = None
 
 
-class _Place(Attributes):
+class _StorageInfo(Attributes):
     relative_path: Any
     offset: Any
     length: Any
@@ -226,7 +226,7 @@ _MADE: Mapping[str, Callable[..., Any]] = {
     "torch.Size": itemgetter(slice(1000)),  # its sizes; they are checked when the tensor is known
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _Place,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
 }
 
 
@@ -317,14 +317,14 @@ def _check_size(name: str, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"tensor {name!r} has the size {list(sizes)}")
 
 
-def _location(path: Path, name: str, place: _Place) -> Location:
-    file, offset, length = place.relative_path, place.offset, place.length
+def _location(path: Path, name: str, stored: _StorageInfo) -> Location:
+    file, offset, length = stored.relative_path, stored.offset, stored.length
     if not isinstance(file, str):
         raise ValueError(f"the file of {name!r} is {brief(file)}")
     if not (type(offset) is type(length) is int and 0 <= offset < _ELEMENTS and 0 <= length < _ELEMENTS):
         raise ValueError(f"{name!r} lies at byte {brief(offset)} with length {brief(length)} in {file}")
-    if place.transform_descriptors:
-        through = ", ".join(item if isinstance(item, str) else brief(item) for item in place.transform_descriptors)
+    if stored.transform_descriptors:
+        through = ", ".join(item if isinstance(item, str) else brief(item) for item in stored.transform_descriptors)
         raise FormatError(
             f"{name!r} of {path.name} is stored through {through} (compressed or encrypted), "
             "which cannot be read here. Load it with torch and save it plainly.",

@@ -141,8 +141,8 @@ def rule_of(shape: tuple[int, ...], boxes: Iterable[tuple[Bounds, int]], ranks: 
         if rows != sizes[dim] or first % shards or len(held) != -(-shape[dim] // rows):
             continue
         expected = {
-            ((*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1)), first + place): min(rows, shape[dim] - begin)
-            for place, begin in enumerate(range(0, shape[dim], rows))
+            ((*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1)), first + index): min(rows, shape[dim] - begin)
+            for index, begin in enumerate(range(0, shape[dim], rows))
         }
         if all(
             expected.get((offsets, rank)) == sizes[dim] and (*sizes[:dim], shape[dim], *sizes[dim + 1 :]) == shape

@@ -280,10 +280,10 @@ def _metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], loca
     properties = {dtype: _properties(writer, dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
     size_kind, index, chunk = kind("Size", "torch"), kind("MetadataIndex"), kind("ChunkStorageMetadata")
     tensor_kind, object_kind = kind("TensorStorageMetadata"), kind("BytesStorageMetadata")
-    place_kind = kind("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    location_kind = kind("_StorageInfo", "torch.distributed.checkpoint.filesystem")
     of_tensor, of_box = keys("properties", "size", "chunks"), keys("offsets", "sizes")
-    of_index, of_place = keys("fqn", "offset", "index"), keys("relative_path", "offset", "length")
-    files = dict.fromkeys(place.file for place in locations.values())
+    of_index, of_location = keys("fqn", "offset", "index"), keys("relative_path", "offset", "length")
+    files = dict.fromkeys(location.file for location in locations.values())
     file_texts = dict(zip(files, keys(*files), strict=True))
 
     @cache
@@ -303,13 +303,13 @@ def _metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], loca
 
     def stored() -> Iterable[tuple[bytes, bytes]]:
         counts: dict[str, int] = {}
-        for (name, offsets), place in locations.items():
+        for (name, offsets), location in locations.items():
             number = counts[name] = counts.get(name, -1) + 1  # boxes are listed in the order of their tensor
             box = (_NONE, _NONE) if offsets is None else (size(offsets), int_opcodes(number))
-            where = file_texts[place.file], int_opcodes(place.offset), int_opcodes(place.length)
+            where = file_texts[location.file], int_opcodes(location.offset), int_opcodes(location.length)
             yield (
                 _restored(index, _dict(zip(of_index, (text_opcodes(name), *box), strict=True))),
-                _restored(place_kind, _dict(zip(of_place, where, strict=True))),
+                _restored(location_kind, _dict(zip(of_location, where, strict=True))),
             )
 
     def path(parts: Iterable[str | int]) -> bytes:

@@ -138,7 +138,7 @@ def _entry(
     *,
     look_up: bool,
 ) -> TensorEntry:
-    boxes = PieceBoxes(shape, pieces, partial(files.place, key))
+    boxes = PieceBoxes(shape, pieces, partial(files.locate_box, key))
     locate = partial(files.locate, name, key, dtype)
     return TensorEntry(name, dtype, shape, locate(boxes.meeting(None)) if look_up else Unlocated(boxes, locate))
 
@@ -153,13 +153,13 @@ def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[Piece]
         if not len(groups) == len(lengths) == len(gaps) or [*map(len, gaps)] != [*map(len, groups)]:
             raise _odd(first, f"it has {len(lengths)} groups of weights (expected {len(groups)})")
         found = {}
-        for place, (shapes, stretch, own) in enumerate(zip(groups, lengths, gaps, strict=True)):
+        for number, (shapes, stretch, own) in enumerate(zip(groups, lengths, gaps, strict=True)):
             wanted = sum(math.prod(shape) for shape in shapes.values())
             if wanted > stretch * first.ranks:
                 raise _odd(
-                    first, f"its group {place} is of {stretch * first.ranks} weights on all ranks (expected {wanted})"
+                    first, f"its group {number} is of {stretch * first.ranks} weights on all ranks (expected {wanted})"
                 )
-            found |= by_stretch(place, shapes, stretch, [integers((gap,))[0] for gap in own])
+            found |= by_stretch(number, shapes, stretch, [integers((gap,))[0] for gap in own])
     for name, numel in ((name, math.prod(shape)) for shapes in groups for name, shape in shapes.items()):
         reached = 0
         for piece in found[name]:

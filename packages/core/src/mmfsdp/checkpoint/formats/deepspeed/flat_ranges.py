@@ -83,9 +83,9 @@ def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -
             parts.append((flat, at, done, count))
             at, done = at + count, done + count
         found[name] = [
-            Piece(rank, place, first, start, min(start + count, numel))
+            Piece(rank, index, first, start, min(start + count, numel))
             for rank in range(ranks)
-            for place, first, begin, count in parts
+            for index, first, begin, count in parts
             if (start := rank * share + begin) < numel
         ]
     return found
@@ -113,7 +113,7 @@ class PieceBoxes:
     """Of the parameter, in elements."""
     pieces: Sequence[Piece]
     """Where it is, in the order of its elements, all of which are in one."""
-    place: Callable[[Piece, int], Any]
+    locate_box: Callable[[Piece, int], Any]
     """Returns where to look for a box that begins at an element of a piece's flat tensor."""
 
     @property
@@ -136,7 +136,7 @@ class PieceBoxes:
             last = bisect_right(pieces, end - 1, key=lambda piece: piece.start)
             pieces = pieces[first:last]
         return {
-            found: self.place(piece, at)
+            found: self.locate_box(piece, at)
             for found, piece, at in boxes_of(self.shape, pieces)
             if box is None or meet(found, box)
         }

@@ -95,14 +95,14 @@ class StagedParams:
         return self._of[name].state(name)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups: those of stages at the same place and with the same settings are one."""
+        """Return the optimizer's groups: groups of stages with the same index and settings are one."""
         groups: list[dict[str, Any]] = []
         for params in self._stages:
-            for place, group in enumerate(params.param_groups()):
+            for index, group in enumerate(params.param_groups()):
                 own = [name for name in group["params"] if self._of[name] is params]
-                same = place < len(groups) and _settings(groups[place]) == _settings(group)
+                same = index < len(groups) and _settings(groups[index]) == _settings(group)
                 if same:
-                    groups[place]["params"] += own
+                    groups[index]["params"] += own
                 else:
                     groups.append({**group, "params": own})
         return groups

@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["RANK_FILE", "WHOLE_FILE", "Files", "Place", "RankState", "number", "shapes_of"]
+__all__ = ["RANK_FILE", "WHOLE_FILE", "Files", "FlatLocation", "RankState", "number", "shapes_of"]
 
 RANK_FILE = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(?P<stage>\d{2,9})_(?P<kind>model|optim)_states\.pt", re.ASCII
@@ -29,7 +29,7 @@ WHOLE_FILE = re.compile(r"mp_rank_(?P<stage>\d{2,9})_model_states\.pt", re.ASCII
 _MOST_RANKS = 1_000_000  # more is damage, or malice
 
 
-class Place(NamedTuple):
+class FlatLocation(NamedTuple):
     """Where a box of a tensor is."""
 
     file: str
@@ -184,22 +184,24 @@ class Files:
             raise IncompleteCheckpointError(f"{path.name} lacks {key!r} of group {flat}.", file=str(path))
         return found, path
 
-    def locate(self, name: str, key: str, dtype: str, boxes: Mapping[Bounds, Place]) -> tuple[Chunk, ...]:
+    def locate(self, name: str, key: str, dtype: str, boxes: Mapping[Bounds, FlatLocation]) -> tuple[Chunk, ...]:
         """Return where boxes of a tensor are.
 
         Raises:
             CheckpointError: A file is missing or damaged, or of another save.
         """
-        return tuple(self._chunk(name, key, dtype, box, place) for box, place in boxes.items())
+        return tuple(self._chunk(name, key, dtype, box, location) for box, location in boxes.items())
 
-    def _chunk(self, name: str, key: str, dtype: str, box: Bounds, place: Place) -> Chunk:
-        held, path = self.tensor(key, place.rank, place.flat)
-        chunk = PickledTensor(dtype, box[1], held.offset + place.at * itemsize(dtype), None, held.record).chunk(box[0])
+    def _chunk(self, name: str, key: str, dtype: str, box: Bounds, location: FlatLocation) -> Chunk:
+        held, path = self.tensor(key, location.rank, location.flat)
+        chunk = PickledTensor(dtype, box[1], held.offset + location.at * itemsize(dtype), None, held.record).chunk(
+            box[0]
+        )
         numel = held.shape[0] if len(held.shape) == 1 and held.strides is None else 0
-        if held.dtype != dtype or place.at + chunk.numel > numel:
+        if held.dtype != dtype or location.at + chunk.numel > numel:
             raise CorruptCheckpointError(
                 f"{path.name} holds {held.dtype} of shape {list(held.shape)} where {dtype} with at least "
-                f"{place.at + chunk.numel} elements of {name!r} is expected: it is of another save.",
+                f"{location.at + chunk.numel} elements of {name!r} is expected: it is of another save.",
                 file=str(path),
             )
         return chunk
@@ -223,10 +225,10 @@ class Files:
                     file=str(extra[0]),
                 )
 
-    def place(self, key: str, piece: Piece, at: int) -> Place:
+    def locate_box(self, key: str, piece: Piece, at: int) -> FlatLocation:
         """Return where a box is that begins at an element of a flat tensor."""
         files = self.models if key.startswith("frozen/") else self.states
-        return Place(str(files[piece.rank]), piece.rank, piece.flat, at)
+        return FlatLocation(str(files[piece.rank]), piece.rank, piece.flat, at)
 
 
 def _state(path: Path, content: Mapping[str, Any]) -> RankState:

@@ -71,7 +71,7 @@ class UniversalParams:
 
     def _check_keys(self, name: str, keys: set[str]) -> None:
         """Raise if a parameter lacks a file of the optimizer's state that another one of its group has."""
-        group = next(place for place, shapes in enumerate(self.groups) if name in shapes)
+        group = next(number for number, shapes in enumerate(self.groups) if name in shapes)
         first, expected = self._keys.setdefault(group, (name, keys))
         if keys != expected:
             lacking, key = (name if expected - keys else first), min(expected ^ keys)

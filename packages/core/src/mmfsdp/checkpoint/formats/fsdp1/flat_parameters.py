@@ -60,7 +60,7 @@ class Span:
     """Number of its elements."""
     ranges: tuple[FlatRange, ...]
     """Where they are; ``start`` and ``stop`` count from the first element of the parameter."""
-    place: tuple[str, int]
+    start: tuple[str, int]
     """Prefix of its unit, and where it begins in the flat parameter: the same for tied names."""
 
 
@@ -232,7 +232,7 @@ def entry_of_ranges(
     """
     item = itemsize(dtype)
     dims = tuple(range(len(shape))) if order is None else order
-    place = [dims.index(dim) for dim in range(len(shape))]
+    order_back = [dims.index(dim) for dim in range(len(shape))]
     chunks = []
     for held in ranges:
         for at, offsets, sizes in flat_boxes(tuple(shape[dim] for dim in dims), held.start, held.stop):
@@ -242,9 +242,9 @@ def entry_of_ranges(
                     held.record.file,
                     held.offset + (at - held.start) * item,
                     math.prod(sizes) * item,
-                    tuple(offsets[dim] for dim in place),
-                    tuple(sizes[dim] for dim in place),
-                    None if place == sorted(place) else tuple(strides[dim] for dim in place),
+                    tuple(offsets[dim] for dim in order_back),
+                    tuple(sizes[dim] for dim in order_back),
+                    None if order_back == sorted(order_back) else tuple(strides[dim] for dim in order_back),
                     held.record,
                 )
             )

@@ -95,9 +95,9 @@ def resolve_section(
     plain = [key for key in parts[0] if key not in units]
     pieces = {key: [part[key] if isinstance(part[key], PickledTensor) else None for part in parts] for key in plain}
     spans = {**spans_of_views(list(units.values()), pieces), **found}
-    shapes = _shapes_of_places(spans, known)
+    shapes = _shapes_of_spans(spans, known)
     spans.update(_spans_of_copies(pieces, spans, known, [unit.prefix for unit in units.values()]))
-    split = {span.place[0] for span in spans.values()}  # units whose parameters have keys of their own
+    split = {span.start[0] for span in spans.values()}  # units whose parameters have keys of their own
     result: dict[Any, Any] = {}
     unknown: list[str] = []
     for key, value in parts[0].items():
@@ -150,10 +150,10 @@ def _shape(name: str, known: Known) -> tuple[int, ...] | None:
     return None
 
 
-def _shapes_of_places(spans: Mapping[str, Span], known: Known) -> dict[str, tuple[int, ...]]:
+def _shapes_of_spans(spans: Mapping[str, Span], known: Known) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters, those of tied names included."""
-    places = {span.place: shape for name, span in spans.items() if (shape := _shape(name, known)) is not None}
-    return {name: places[span.place] for name, span in spans.items() if span.place in places}
+    shapes = {span.start: shape for name, span in spans.items() if (shape := _shape(name, known)) is not None}
+    return {name: shapes[span.start] for name, span in spans.items() if span.start in shapes}
 
 
 def _spans_of_copies(
@@ -254,9 +254,9 @@ def _were_sorted(names: Sequence[str]) -> bool:
 
     Layers are numbered upwards in a model, and torch's modules have their weight before their bias.
     """
-    place = {name: index for index, name in enumerate(names)}
-    biases = [name for name in names if name.endswith("bias") and f"{name[:-4]}weight" in place]
-    if biases and all(place[name] < place[f"{name[:-4]}weight"] for name in biases):
+    positions = {name: index for index, name in enumerate(names)}
+    biases = [name for name in names if name.endswith("bias") and f"{name[:-4]}weight" in positions]
+    if biases and all(positions[name] < positions[f"{name[:-4]}weight"] for name in biases):
         return True
     rising, falls = 0, False
     for one, two in itertools.pairwise(name.split(".") for name in names):

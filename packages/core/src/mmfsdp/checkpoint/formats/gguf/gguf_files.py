@@ -87,17 +87,17 @@ def type_of(entry: TensorEntry) -> str:
 def plan_write(content: Content) -> list[PlannedFile]:
     """Plan the file; the tensors are of `TYPES`, and ``content.keys`` are the key-value pairs."""
     named = content.named
-    lines, places, position = [], [], 0
+    lines, offsets, position = [], [], 0
     for name, entry in named.items():
         shape = entry.parts[0].shape if isinstance(entry, EightBitBlocks) else entry.shape
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         lines.append(_string(name) + sizes + struct.pack("<IQ", TYPES[type_of(entry)], position))
-        places.append(position)
+        offsets.append(position)
         position += _aligned(entry.nbytes)
     head = struct.pack("<4sIQQ", _MAGIC, _VERSION, len(named), len(content.keys))
     head += b"".join([*(_string(key) + value for key, value in content.keys.items()), *lines])
     begin = _aligned(len(head))
-    pieces = tuple(Piece(entry, begin + place) for entry, place in zip(named.values(), places, strict=True))
+    pieces = tuple(Piece(entry, begin + offset) for entry, offset in zip(named.values(), offsets, strict=True))
     return [PlannedFile("", begin + position, pieces, lambda _: [(0, head)])]
 
 

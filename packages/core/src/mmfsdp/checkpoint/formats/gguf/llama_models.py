@@ -258,9 +258,9 @@ class GgufModel:
             old, new = f"model.layers.{layer}", f"blk.{layer}"
             yield f"{old}.input_layernorm.weight", f"{new}.attn_norm.weight", (hidden,), 0
             yield f"{old}.post_attention_layernorm.weight", f"{new}.ffn_norm.weight", (hidden,), 0
-            for place, (name, short, shape, rotating) in enumerate(projections):
+            for index, (name, short, shape, rotating) in enumerate(projections):
                 yield f"{old}.{name}.weight", f"{new}.{short}.weight", shape, rotating
-                if place < biases:
+                if index < biases:
                     yield f"{old}.{name}.bias", f"{new}.{short}.bias", shape[:1], rotating
         yield "model.norm.weight", "output_norm.weight", (hidden,), 0
         if not self._tied:
@@ -304,8 +304,8 @@ class GgufModel:
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         factor, low, high, context = (self._real(name, rope.get(name)) for name in names)
         size, found = self._sizes["head_dim"], []
-        for place in range(0, size, 2):
-            turns = context / (2 * math.pi * theta ** (place / size))
+        for index in range(0, size, 2):
+            turns = context / (2 * math.pi * theta ** (index / size))
             if turns > high:
                 found.append(1.0)
             elif turns < low:

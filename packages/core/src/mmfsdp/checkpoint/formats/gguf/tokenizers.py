@@ -113,9 +113,9 @@ def _of_bpe(
     content: Mapping[str, Any], settings: Mapping[str, Any], splitter: str, rows: int, path: Path
 ) -> dict[str, bytes]:
     names = {number: (token, _NORMAL) for token, number in content["model"]["vocab"].items()}
-    names |= {place: _typed(token, special) for place, (token, special) in _added(content, settings).items()}
+    names |= {token_id: _typed(token, special) for token_id, (token, special) in _added(content, settings).items()}
     _check(names, rows, path)
-    listed = [names.get(place, (f"[PAD{place}]", _UNUSED)) for place in range(rows)]
+    listed = [names.get(token_id, (f"[PAD{token_id}]", _UNUSED)) for token_id in range(rows)]
     return {
         "tokenizer.ggml.model": text("gpt2"),
         "tokenizer.ggml.pre": text(splitter),
@@ -129,15 +129,15 @@ def _of_pieces(
     pieces: Sequence[Piece], settings: Mapping[str, Any], listed: Mapping[str, int], rows: int, path: Path
 ) -> dict[str, bytes]:
     names = {
-        place: (token, score, _NORMAL if kind == _USER_DEFINED else kind)
-        for place, (token, score, kind) in enumerate(pieces)
+        token_id: (token, score, _NORMAL if kind == _USER_DEFINED else kind)
+        for token_id, (token, score, kind) in enumerate(pieces)
     }
-    names |= {place: (token, _ADDED_SCORE, _USER_DEFINED) for token, place in listed.items()}
-    for place, (token, special) in _added({}, settings).items():
+    names |= {token_id: (token, _ADDED_SCORE, _USER_DEFINED) for token, token_id in listed.items()}
+    for token_id, (token, special) in _added({}, settings).items():
         name, kind = _typed(token, special)
-        names[place] = name, _ADDED_SCORE, kind
+        names[token_id] = name, _ADDED_SCORE, kind
     _check(names, rows, path)
-    tokens = [names.get(place, (f"[PAD{place}]", _UNUSED_SCORE, _UNUSED)) for place in range(rows)]
+    tokens = [names.get(token_id, (f"[PAD{token_id}]", _UNUSED_SCORE, _UNUSED)) for token_id in range(rows)]
     spaced = settings.get("add_prefix_space")
     return {
         "tokenizer.ggml.model": text("llama"),
@@ -182,7 +182,7 @@ def _specials(
     rows: int,
 ) -> dict[str, bytes]:
     """Return the numbers of tokens that mean something, and which are put around a text."""
-    places = {token: place for place, (token, _) in added.items()}
+    token_ids = {token: token_id for token_id, (token, _) in added.items()}
     given = {kind: settings.get(f"{kind}_token") for kind in _SPECIAL}
     names = {kind: token["content"] if isinstance(token, dict) else token for kind, token in given.items()}
     around: dict[str, bool] = {}
@@ -195,9 +195,9 @@ def _specials(
     around |= {kind: flagged for kind in _ADDED if isinstance(flagged := settings.get(f"add_{kind}_token"), bool)}
     found: dict[str, bytes] = {}
     for kind, long in _SPECIAL.items():
-        place = places.get(names[kind] or "", config.get(f"{kind}_token_id"))
-        if type(place) is int and 0 <= place < rows:
-            found[f"tokenizer.ggml.{long}_token_id"] = number(place)
+        token_id = token_ids.get(names[kind] or "", config.get(f"{kind}_token_id"))
+        if type(token_id) is int and 0 <= token_id < rows:
+            found[f"tokenizer.ggml.{long}_token_id"] = number(token_id)
     return found | {f"tokenizer.ggml.add_{kind}_token": flag(value) for kind, value in around.items()}
 
 

@@ -14,7 +14,7 @@ from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.failed_downloads import stand_in
-from mmfsdp.checkpoint.files.disk import at_home, is_offered, permission_errors, place
+from mmfsdp.checkpoint.files.disk import at_home, checkpoint_path, is_offered, permission_errors
 from mmfsdp.checkpoint.formats.common.source import MODEL_STEMS
 from mmfsdp.checkpoint.formats.eight_bit.scaled_floats import quantization_config
 from mmfsdp.checkpoint.integrity import inside
@@ -56,7 +56,7 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
     Raises:
         ConfigError: None of them has a ``config.json``.
     """
-    for folder in [place(given)] if given is not None else [source, target]:
+    for folder in [checkpoint_path(given)] if given is not None else [source, target]:
         with permission_errors(folder):
             if (folder / CONFIG).is_file():
                 return folder

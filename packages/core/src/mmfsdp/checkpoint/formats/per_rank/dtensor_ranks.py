@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import Source
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
-from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import Mesh, Place, boxes_of, place_of
+from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import HeldShard, Mesh, boxes_of, shard_of
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import (
     PickledDTensor,
@@ -69,7 +69,7 @@ class FileOfRank:
     """Its nested content."""
     tensors: Mapping[str, PickledDTensor]
     """The DTensors in it by their path in the content."""
-    places: Mapping[str, Place]
+    shards: Mapping[str, HeldShard]
     """Where they lie in the whole."""
     meshes: dict[Any, Mesh]
     """The meshes that they name."""
@@ -115,8 +115,8 @@ class FilesOfRanks:
             if rank != min(self.paths):
                 check_same_save(self.first.path, self.first.tree, path, tree, self._name)
             tensors, meshes = dict(find_leaves(tree, PickledDTensor)), dict[Any, Mesh]()
-            places = {name: place_of(tensor, meshes) for name, tensor in tensors.items()}
-            self._known[rank] = FileOfRank(path, rank, tree, tensors, places, meshes)
+            shards = {name: shard_of(tensor, meshes) for name, tensor in tensors.items()}
+            self._known[rank] = FileOfRank(path, rank, tree, tensors, shards, meshes)
         return self._known[rank]
 
     def locate(self, name: str, owners: tuple[int, ...], boxes: Mapping[Bounds, int]) -> tuple[Chunk, ...]:
@@ -125,17 +125,17 @@ class FilesOfRanks:
         Raises:
             CheckpointError: A file is missing or damaged, of another save, or holds something else.
         """
-        return tuple(check_box(name, self.chunk(name, owners[place], len(owners)), box) for box, place in boxes.items())
+        return tuple(check_box(name, self.chunk(name, owners[index], len(owners)), box) for box, index in boxes.items())
 
     def chunk(self, name: str, rank: int, ranks: int) -> Chunk:
         """Return what a rank of ``ranks`` holds of a tensor; see `locate` for errors."""
         file, first = self.of(rank), self.first
-        held, place = file.tensors.get(name), file.places.get(name)
-        if held is None or place is None:
+        held, shard = file.tensors.get(name), file.shards.get(name)
+        if held is None or shard is None:
             raise IncompleteCheckpointError(f"{file.path.name} lacks tensor {name!r}.", file=str(file.path))
-        if place.rank != rank or len(place.ranks) != ranks:
+        if shard.rank != rank or len(shard.ranks) != ranks:
             raise CorruptCheckpointError(
-                f"{file.path.name} was written by rank {place.rank} of {len(place.ranks)} (expected rank {rank} of "
+                f"{file.path.name} was written by rank {shard.rank} of {len(shard.ranks)} (expected rank {rank} of "
                 f"{ranks}): it is of another save.",
                 file=str(file.path),
             )
@@ -146,7 +146,7 @@ class FilesOfRanks:
                 f"{held.local.dtype} of shape {list(held.shape)} in {file.path.name}.",
                 file=str(file.path),
             )
-        return held.local.chunk(place.box[0])
+        return held.local.chunk(shard.box[0])
 
 
 def read(source: Source) -> Layout:
@@ -229,7 +229,7 @@ def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: 
         if not files.first.tensors:  # DTensors say themselves which ranks there were
             _check_present(files, sorted(present), f"{source.path.name} was saved by {len(present)} ranks")
         if key in _OF_EACH_RANK:
-            content[str(key)] = [own_content(f"{key}/{place}", file, tensors) for place, file in enumerate(files.all())]
+            content[str(key)] = [own_content(f"{key}/{index}", file, tensors) for index, file in enumerate(files.all())]
         else:
             tree = shared_content(f"{key}/" if key else "", files, tensors, look_up=source.look_up)
             if key is None:
@@ -310,7 +310,7 @@ def _unlocated(name: str, files: FilesOfRanks) -> Unlocated:
 
 def _present(name: str, files: FilesOfRanks) -> tuple[int, ...]:
     """Return the ranks over which a tensor is sharded, all of which have a file."""
-    ranks = files.first.places[name].ranks
+    ranks = files.first.shards[name].ranks
     _check_present(files, ranks, f"Tensor {name!r} was sharded over {len(ranks)} ranks")
     return ranks
 
@@ -325,11 +325,11 @@ def _check_present(files: FilesOfRanks, ranks: Sequence[int], why: str) -> None:
 
 def _check_left_over(file: FileOfRank, first: FileOfRank) -> None:
     """Raise if a file is of a rank that the first file's save did not have; replicas of other meshes may be there."""
-    for name, place in file.places.items():
-        ranks = first.places[name].ranks
-        if file.rank == place.rank not in ranks and len(place.ranks) != len(ranks):
+    for name, shard in file.shards.items():
+        ranks = first.shards[name].ranks
+        if file.rank == shard.rank not in ranks and len(shard.ranks) != len(ranks):
             raise CorruptCheckpointError(
-                f"{file.path.name} is left over from another save: tensor {name!r} is sharded over {len(place.ranks)} "
+                f"{file.path.name} is left over from another save: tensor {name!r} is sharded over {len(shard.ranks)} "
                 f"ranks there, and over {len(ranks)} in {first.path.name}. Remove it.",
                 file=str(file.path),
             )

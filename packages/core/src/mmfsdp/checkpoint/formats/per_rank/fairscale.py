@@ -222,12 +222,12 @@ def _rest(ranks: Sequence[_Rank], tensors: dict[str, TensorEntry]) -> dict[Any, 
         content[key] = [
             map_leaves(
                 rank.rest.get(key),
-                lambda name, leaf, place=place: (  # type: ignore[misc]
-                    add_whole(f"{key}/{place}/{name}".rstrip("/"), leaf, tensors)  # noqa: B023
+                lambda name, leaf, index=index: (  # type: ignore[misc]
+                    add_whole(f"{key}/{index}/{name}".rstrip("/"), leaf, tensors)  # noqa: B023
                     if isinstance(leaf, PickledTensor)
                     else leaf
                 ),
             )
-            for place, rank in enumerate(ranks)
+            for index, rank in enumerate(ranks)
         ]
     return content

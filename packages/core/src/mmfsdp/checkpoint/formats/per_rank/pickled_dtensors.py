@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
-__all__ = ["Mesh", "Place", "boxes_of", "place_of"]
+__all__ = ["HeldShard", "Mesh", "boxes_of", "shard_of"]
 
 _MOST_RANKS = 1_000_000  # more is damage, or malice
 
@@ -29,7 +29,7 @@ Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HeldShard:
     """Which part of a tensor a rank holds."""
 
     box: Bounds
@@ -40,8 +40,8 @@ class Place:
     """The rank that wrote it."""
 
 
-def place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
-    """Return where the part of a tensor lies that a rank holds.
+def shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
+    """Return the part of a tensor that a rank holds.
 
     Args:
         tensor: What the rank's file holds.
@@ -53,36 +53,36 @@ def place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
     """
     path = tensor.local.record.file
     try:
-        place = _place_of(tensor, meshes)
+        shard = _shard_of(tensor, meshes)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{path.name} holds a DTensor whose description is malformed: {type(error).__name__}: {error}.",
             file=str(path),
         ) from error
-    if tensor.local.shape != place.box[1]:
+    if tensor.local.shape != shard.box[1]:
         raise CorruptCheckpointError(
             f"{path.name} holds {list(tensor.local.shape)} elements of a tensor of shape {list(tensor.shape)} "
-            f"(expected {list(place.box[1])} on rank {place.rank}).",
+            f"(expected {list(shard.box[1])} on rank {shard.rank}).",
             file=str(path),
             offset=tensor.local.offset,
         )
-    return place
+    return shard
 
 
 def boxes_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> tuple[EvenBoxes, tuple[int, ...]]:
-    """Return the boxes of a tensor that `place_of` has accepted, and the rank that holds each, by the box's place."""
+    """Return the boxes of a tensor that `shard_of` has accepted, and the ranks that the boxes refer to by index."""
     sizes, _, ranks = meshes[tensor.spec["mesh"]]
     divide = _order(tensor.spec, len(tensor.shape), sizes, tensor.local.record.file)
     replicate = [dim for dim in range(len(sizes)) if dim not in dict(divide)]
     dims = [*replicate, *(dim for dim, _ in divide)]  # so that the first divides first
     placements = (*(None for _ in replicate), *(of for _, of in divide))
     strides = row_major_strides(sizes)
-    places = itertools.product(*([place * strides[dim] for place in range(sizes[dim])] for dim in dims))
+    offsets = itertools.product(*([coordinate * strides[dim] for coordinate in range(sizes[dim])] for dim in dims))
     boxes = EvenBoxes(tensor.shape, tuple(sizes[dim] for dim in dims), placements, 0)
-    return boxes, tuple(ranks[sum(place)] for place in places)
+    return boxes, tuple(ranks[sum(offset)] for offset in offsets)
 
 
-def _place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
+def _shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
     spec = tensor.spec
     if (mesh := meshes.get(spec["mesh"])) is None:
         mesh = meshes[spec["mesh"]] = _mesh_of(fields(spec["mesh"]))
@@ -92,8 +92,8 @@ def _place_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> Place:
     box = sharded_box(
         tensor.shape, [sizes[dim] for dim in dims], [of for _, of in order], [coordinates[dim] for dim in dims]
     )
-    at = sum(place * stride for place, stride in zip(coordinates, row_major_strides(sizes), strict=True))
-    return Place(box, ranks, ranks[at])
+    at = sum(coordinate * stride for coordinate, stride in zip(coordinates, row_major_strides(sizes), strict=True))
+    return HeldShard(box, ranks, ranks[at])
 
 
 def _mesh_of(mesh: dict[str, Any]) -> Mesh:
@@ -108,19 +108,19 @@ def _mesh_of(mesh: dict[str, Any]) -> Mesh:
             raise ValueError(f"a device mesh has none, or more than {_MOST_RANKS} ranks")
         world = _ranks(mesh["_flatten_rank_map"])
         offsets = [_offsets(step) for step in steps]
-        first = _place_in_world(mesh, world) - sum(each[at] for each, at in zip(offsets, coordinates, strict=True))
-        places = [first + sum(step) for step in itertools.product(*offsets)]
-        if not all(0 <= place < len(world) for place in places):
+        first = _index_in_world(mesh, world) - sum(each[at] for each, at in zip(offsets, coordinates, strict=True))
+        indices = [first + sum(step) for step in itertools.product(*offsets)]
+        if not all(0 <= index < len(world) for index in indices):
             raise ValueError("a device mesh has ranks that its world lacks")
-        ranks = tuple(world[place] for place in places)
-    inside = all(place < size for place, size in zip(coordinates, sizes, strict=True))
+        ranks = tuple(world[index] for index in indices)
+    inside = all(coordinate < size for coordinate, size in zip(coordinates, sizes, strict=True))
     if not inside or math.prod(sizes) != len(ranks):
         raise ValueError("a device mesh has another number of ranks than its shape says")
     return sizes, coordinates, ranks
 
 
-def _place_in_world(mesh: dict[str, Any], world: tuple[int, ...]) -> int:
-    """Return where the rank that wrote the mesh stands among the ranks of the world that it lists."""
+def _index_in_world(mesh: dict[str, Any], world: tuple[int, ...]) -> int:
+    """Return the index of the rank that wrote the mesh among the ranks of the world that it lists."""
     if "_rank" in mesh:
         return world.index(mesh["_rank"])
     # torch 2.10 does not name the rank. The mesh that this one is a part of has every rank of the world.
@@ -147,9 +147,9 @@ def _flat(sizes: Any) -> tuple[int, ...]:
 
 
 def _offsets(step: list[tuple[int, int]]) -> list[int]:
-    """Return how far each place along a dimension is from its first, in ranks of the world."""
-    places = itertools.product(*([place * stride for place in range(size)] for size, stride in step))
-    return [sum(place) for place in places]
+    """Return how far each coordinate along a dimension is from the first one, in ranks of the world."""
+    parts = itertools.product(*([index * stride for index in range(size)] for size, stride in step))
+    return [sum(part) for part in parts]
 
 
 def _ranks(given: Any) -> tuple[int, ...]:
@@ -192,11 +192,11 @@ def _order(spec: Mapping[str, Any], dims: int, sizes: tuple[int, ...], path: Pat
 def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[int, ...], path: Path) -> int:
     """Return where a mesh dimension belongs in the order: behind those that divide the same dimension by ``factor``."""
     ranks = 1
-    for place in range(len(order) + 1):
+    for position in range(len(order) + 1):
         if ranks == factor:
-            return place
-        if place < len(order) and order[place][1] == of:
-            ranks *= sizes[order[place][0]]
+            return position
+        if position < len(order) and order[position][1] == of:
+            ranks *= sizes[order[position][0]]
     raise FormatError(
         f"{path.name} holds a DTensor with a _StridedShard of split factor {factor!r}, and no later dimensions of its "
         "mesh have that many ranks. Save its full_tensor() instead.",

@@ -65,7 +65,7 @@ def read(source: Source) -> Layout:
     content: dict[str, Any] = {}
     for item, files in items.items():
         if not files.first.tensors and item not in metadata.files and not _alike(files.all()):
-            content[item] = [own_content(f"{item}/{place}", file, tensors) for place, file in enumerate(files.all())]
+            content[item] = [own_content(f"{item}/{index}", file, tensors) for index, file in enumerate(files.all())]
         else:
             content[item] = shared_content(f"{item}/", files, tensors, look_up=source.look_up)
     ranks = max(len(files.paths) for files in items.values())

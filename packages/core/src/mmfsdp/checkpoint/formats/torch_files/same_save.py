@@ -75,8 +75,8 @@ def _steps(prefix: str, part: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}state/{param}/step", step
         elif isinstance(step, PickledTensor) and step.record.crc32 is not None:
             # The value is not read: its checksum is enough.
-            place = step.offset - step.record.offset
-            yield f"{prefix}state/{param}/step", (step.dtype, step.shape, place, step.record.nbytes, step.record.crc32)
+            offset = step.offset - step.record.offset
+            yield f"{prefix}state/{param}/step", (step.dtype, step.shape, offset, step.record.nbytes, step.record.crc32)
 
 
 def _is_number(value: Any) -> bool:

@@ -69,11 +69,11 @@ class Archive:
         given = iter(crcs)
         known: dict[str, int] = {}
         for name, value in self.content.items():
-            placed = self.placements[name]
+            placement = self.placements[name]
             known[name] = zlib.crc32(value) if isinstance(value, bytes) else next(given)
-            yield base + placed.header, local_header(placed, known[name])
+            yield base + placement.header, local_header(placement, known[name])
             if isinstance(value, bytes):
-                yield base + placed.offset, value
+                yield base + placement.offset, value
         yield base + self.directory, central_directory(self.placements, known, self.directory)
 
 
@@ -99,7 +99,7 @@ def archive_of(pickled: bytes, storages: Mapping[str, TensorEntry]) -> Archive:
     placements: dict[str, Placement] = {}
     end = 0
     for name, value in content.items():
-        placements[name] = place(name, end, len(value) if isinstance(value, bytes) else value.nbytes)
+        placements[name] = placement_of(name, end, len(value) if isinstance(value, bytes) else value.nbytes)
         end = placements[name].end
     size = end + len(central_directory(placements, dict.fromkeys(placements, 0), end))
     return Archive(content, placements, end, size)
@@ -175,7 +175,7 @@ class Placement:
         return self.offset + self.nbytes
 
 
-def place(name: str, header: int, nbytes: int) -> Placement:
+def placement_of(name: str, header: int, nbytes: int) -> Placement:
     """Return where the data of an entry goes whose local header begins at byte ``header``."""
     unpadded = header + LOCAL.size + len(name.encode()) + len(_zip64_sizes(nbytes))
     padding = -unpadded % _ALIGNMENT
@@ -184,23 +184,23 @@ def place(name: str, header: int, nbytes: int) -> Placement:
     return Placement(name, header, unpadded + padding, nbytes)
 
 
-def local_header(placed: Placement, crc32: int) -> bytes:
-    """Return the local header of an entry; it fills the file from ``placed.header`` to ``placed.offset``."""
-    name = placed.name.encode()
-    extra = _zip64_sizes(placed.nbytes)
-    padding = placed.offset - placed.header - LOCAL.size - len(name) - len(extra)
+def local_header(placement: Placement, crc32: int) -> bytes:
+    """Return the local header of an entry; it fills the file from ``placement.header`` to ``placement.offset``."""
+    name = placement.name.encode()
+    extra = _zip64_sizes(placement.nbytes)
+    padding = placement.offset - placement.header - LOCAL.size - len(name) - len(extra)
     if padding:
         # The same private extra field, 'FB', that torch's own writer pads with (caffe2/serialize/inline_container.cc).
         extra += struct.pack("<2sH", b"FB", padding - 4) + b"Z" * (padding - 4)
-    large = placed.nbytes >= _LIMIT_32
-    size, version = (IN_ZIP64, 45) if large else (placed.nbytes, 20)
+    large = placement.nbytes >= _LIMIT_32
+    size, version = (IN_ZIP64, 45) if large else (placement.nbytes, 20)
     fields = (b"PK\x03\x04", version, UTF8, 0, 0, _DATE, crc32, size, size, len(name), len(extra))
     return LOCAL.pack(*fields) + name + extra
 
 
 def central_directory(placements: Mapping[str, Placement], crcs: Mapping[str, int], start: int) -> bytes:
     """Return the central directory and the end records of an archive."""
-    directory = b"".join(_central_entry(placed, crcs[name]) for name, placed in placements.items())
+    directory = b"".join(_central_entry(placement, crcs[name]) for name, placement in placements.items())
     count, size = len(placements), len(directory)
     tail = b""
     if count >= _LIMIT_16 or start >= _LIMIT_32 or size >= _LIMIT_32:
@@ -215,9 +215,9 @@ def _zip64_sizes(nbytes: int) -> bytes:
     return struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _LIMIT_32 else b""
 
 
-def _central_entry(placed: Placement, crc32: int) -> bytes:
-    name = placed.name.encode()
-    size, header = placed.nbytes, placed.header
+def _central_entry(placement: Placement, crc32: int) -> bytes:
+    name = placement.name.encode()
+    size, header = placement.nbytes, placement.header
     values = b""
     if size >= _LIMIT_32:
         values += struct.pack("<QQ", size, size)

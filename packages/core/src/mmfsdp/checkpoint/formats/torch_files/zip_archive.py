@@ -170,12 +170,12 @@ def _read_directory(source: int, begin: int, end: int) -> tuple[int, bytes]:
     _, _, _, _, count, size, start, _ = END.unpack_from(tail, at)
     stop = first + at
     if at >= LOCATOR.size and tail.startswith(b"PK\x06\x07", at - LOCATOR.size):
-        place = begin + LOCATOR.unpack_from(tail, at - LOCATOR.size)[2]
-        record = read_at(source, END64.size, place) if place <= stop - LOCATOR.size - END64.size else b""
+        position = begin + LOCATOR.unpack_from(tail, at - LOCATOR.size)[2]
+        record = read_at(source, END64.size, position) if position <= stop - LOCATOR.size - END64.size else b""
         if not record.startswith(b"PK\x06\x06"):
             raise ValueError("its zip64 end record is damaged")
         *_, count, size, start = END64.unpack(record)
-        stop = place
+        stop = position
     if begin + start + size != stop or CENTRAL.size * count > size:
         raise ValueError(f"it does not lie where its end record says, at byte {start}")
     directory = read_at(source, size, begin + start)
