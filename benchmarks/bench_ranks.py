@@ -188,7 +188,7 @@ def write_dcp(path: Path, tensors: int, size: int, present: Sequence[int]) -> No
         parts = {name: entry_in_memory(name, torch.randn(1, 4), (size, 4), ((rank, 0), (1, 4))) for name in names}
         file = plan_rank(dcp_items(parts, size), rank, SAVE)
         assert file is not None
-        return write_file(to, file, direct=False)
+        return write_file(to, file)
 
     path.mkdir()
     path.joinpath(".metadata").touch()

@@ -79,7 +79,7 @@ def by_columns(rank: int, folder: str) -> None:
     started = DirectorySave.begin(target, scope, overwrite=False)
     started.finish(lambda started: write_model_folder(started, chosen, scope), scope)
     file = Path(folder, "whole.pth")
-    write_whole(file, {"a": [model.weight]}, scope, overwrite=False, direct=False)
+    write_whole(file, {"a": [model.weight]}, scope, overwrite=False)
     assert torch.load(file)["a"][0].equal(torch.arange(24.0).reshape(4, 6))
 
 

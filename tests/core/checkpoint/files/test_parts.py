@@ -104,7 +104,7 @@ def test_checksums_of_two_stretches(one: bytes, two: bytes) -> None:
 
 
 def _copier(tracker: Tracker, verified: set[RecordKey] | None = None) -> Copier:
-    return Copier(tracker.advance, BlockWriter(direct=False), verified=verified)
+    return Copier(tracker.advance, BlockWriter(durable=False), verified=verified)
 
 
 @pytest.mark.parametrize("has_crc", [True, False])

@@ -1,7 +1,7 @@
 """Copies tensors between files through a small buffer, and compares checksums on the way.
 
 The kernel's own copy between files (``copy_file_range``, ``sendfile``) takes one and a half times as long wherever
-source and target do not begin at the same offset of a page, which is nearly always; and a checksum needs another pass
+source and target do not begin at the same place of a page, which is nearly always; and a checksum needs another pass
 then. See docs/adr/0002-extents.md.
 """
 
@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "open_direct", "reserve", "write_at"]
+__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "reserve", "write_at"]
 
 _BLOCK = 1 << 19  # bytes that are read at once to be compared only
 RecordKey = tuple[Path, int, int]
@@ -202,30 +202,26 @@ def _damaged(file: Path, offset: int, name: str, found: int, expected: int | Non
 
 
 _CACHED = 1 << 19  # bytes: 1 MB no longer fits the second-level cache of most processors
-_DIRECT = 4 << 20  # bytes: a disk needs long requests
-_WORTHWHILE = 1 << 20  # bytes below which a direct request takes longer than a copy to the page cache
+_PUSHED = 8 << 20  # bytes: a disk needs long requests
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BlockWriter:
-    """Writes bytes at given offsets of a file, in constant memory, for one thread at a time.
+    """Writes bytes to offsets of a file, in constant memory, for one thread at a time.
 
-    ``room`` says where to put the bytes; they are in the file at the end of ``to``. Blocks begin and end between pages
-    of the file, which direct I/O requires. Where the bytes are not contiguous, the rest of a page goes through the
-    page cache. So no page is ever written both ways.
+    ``room`` says where to put the bytes; they are in the file at the end of ``to``.
 
     Args:
-        direct: Whether to write past the page cache, where the file system allows it.
+        durable: Whether the caller will sync the file: then the disk begins to write at once, every few megabytes, and
+            the kernel may use their pages again, instead of keeping them all until the sync.
     """
 
-    def __init__(self, *, direct: bool) -> None:
-        self._wanted = direct
-        # Aligned to pages; pages that are never touched take no memory.
-        self._memory = memoryview(mmap.mmap(-1, _DIRECT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    def __init__(self, *, durable: bool) -> None:
+        self._durable = durable
+        self._memory = memoryview(bytearray(_CACHED))
         self._base = 0  # offset of the memory in the file, a whole number of pages
         self._begin = self._end = 0  # the part of the memory that is still to be written
-        self._limit = 0  # the end of the block
-        self._direct: int | None = None
+        self._dirty: tuple[int, int, int] | None = None  # what the disk has not begun to write: bytes, from, and to
 
     @contextmanager
     def to(self, path: Path) -> Iterator[None]:
@@ -234,18 +230,15 @@ class BlockWriter:
         Raises:
             OSError: The file cannot be written, here or from ``room``.
         """
-        self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            self._direct = open_direct(path) if self._wanted else None
-            try:
-                yield
-                self._flush()
-            finally:
-                if self._direct is not None:
-                    os.close(self._direct)
+            yield
+            self._flush()
+            self._push()
         finally:
-            os.close(self._buffered)
-            self._base = self._begin = self._end = self._limit = 0
+            os.close(self._file)
+            self._base = self._begin = self._end = 0
+            self._dirty = None
 
     def room(self, at: int, most: int) -> memoryview:
         """Return memory for the bytes at an offset of the file; call ``filled`` when they are there.
@@ -257,61 +250,33 @@ class BlockWriter:
         Returns:
             Room for 1 to ``most`` bytes, no more than fit the processor's cache.
         """
-        if at != self._base + self._end or self._end == self._limit:
+        if at != self._base + self._end or self._end == _CACHED:
             self._flush()
-            self._begin = self._end = at % mmap.PAGESIZE
+            self._begin = self._end = at % mmap.PAGESIZE  # so that blocks end between pages
             self._base = at - self._begin
-            self._limit = _CACHED if self._direct is None else _DIRECT
-        return self._memory[self._end : min(self._end + most, self._end + _CACHED, self._limit)]
+        return self._memory[self._end : min(self._end + most, _CACHED)]
 
     def filled(self, count: int) -> None:
         """Note that the first ``count`` bytes of the ``room`` are to be written."""
         self._end += count
 
     def _flush(self) -> None:
-        begin, end = self._begin, self._end
-        first, last = begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
-        if self._direct is not None and last - first >= _WORTHWHILE:
-            self._write_buffered(begin, first)
-            begin = first + self._write_direct(self._direct, first, last)
-        self._write_buffered(begin, end)
-        self._begin = end
+        first, last = self._base + self._begin, self._base + self._end
+        write_all(self._file, self._memory[self._begin : self._end], first)
+        self._begin = self._end
+        if self._durable and first < last:
+            count, begin, end = self._dirty or (0, first, last)
+            self._dirty = count + last - first, min(begin, first), max(end, last)
+            if self._dirty[0] >= _PUSHED:
+                self._push()
 
-    def _write_buffered(self, begin: int, end: int) -> None:
-        write_all(self._buffered, self._memory[begin:end], self._base + begin)
-
-    def _write_direct(self, descriptor: int, begin: int, end: int) -> int:
-        """Write whole pages and return the number of bytes written: fewer if there was no more room."""
-        try:
-            return os.pwrite(descriptor, self._memory[begin:end], self._base + begin)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return 0  # the file system allows opening a file so, but asks for another alignment
-
-
-def open_direct(path: Path) -> int | None:
-    """Open a file for direct I/O, where that helps.
-
-    It helps only on a file system on a block device of this machine (its device has a major number). On others, such
-    as network file systems, one request after the other takes longer than what their clients do in the background.
-
-    Args:
-        path: An existing file.
-
-    Returns:
-        A descriptor to write whole pages with, at offsets of whole pages; ``None`` where there is no direct I/O.
-
-    Raises:
-        OSError: The file does not exist.
-    """
-    flag = getattr(os, "O_DIRECT", 0)  # Linux has it
-    if not flag or os.major(path.stat().st_dev) == 0:
-        return None
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
-    except OSError:
-        return None  # EINVAL: the file system has no direct I/O. Buffered writing reports any other error.
+    def _push(self) -> None:
+        """Let the disk begin to write; the kernel forgets clean pages of the range, and does not wait for others."""
+        if self._dirty is not None:
+            _, begin, end = self._dirty
+            if hasattr(os, "posix_fadvise"):  # Linux has it
+                os.posix_fadvise(self._file, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            self._dirty = None
 
 
 def reserve(descriptor: int, size: int) -> None:

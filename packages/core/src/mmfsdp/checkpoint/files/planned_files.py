@@ -54,7 +54,7 @@ def write_files(
         verify: Check the stored CRC-32 of every source record.
         progress: Called with the bytes of tensor data copied so far and their total, never by two threads at once.
         jobs: Most threads that copy; by default one per processor, up to four. The written bytes do not depend on it.
-        fsync: Write past the page cache where possible, because the caller will sync the files.
+        fsync: Let the disk begin to write at once, because the caller will sync the files.
         journal: Where the parts that are written are recorded; those that are already recorded are kept.
 
     Returns:
@@ -86,7 +86,7 @@ def write_files(
         idle: SimpleQueue[_Worker] = SimpleQueue()
         verified: set[RecordKey] = set()
         for _ in range(count):
-            writer = BlockWriter(direct=fsync)
+            writer = BlockWriter(durable=fsync)
             copier = stack.enter_context(Copier(tracker.advance, writer, verified=verified if verify else None))
             if remote:
                 left = (piece for own in parts for part in own if part.crcs is None for piece in part.pieces)

@@ -85,20 +85,17 @@ def _stored(name: str, storage: torch.UntypedStorage) -> TensorEntry:
     return entry_in_memory(name, held, held.shape, ((0,), tuple(held.shape)))
 
 
-def write_archive(content: Mapping[str, Any], path: Path, *, direct: bool = False) -> FileEntry:
+def write_archive(content: Mapping[str, Any], path: Path) -> FileEntry:
     """Save as ``torch.save`` does, wait until all data is on disk, and return the checksums. Not collective.
 
     Args:
         content: What to save.
         path: The file.
-        direct: Write past the page cache, where that helps.
     """
-    return write_file(path, plan_live(dict(content)).as_file(path.name), direct=direct)
+    return write_file(path, plan_live(dict(content)).as_file(path.name))
 
 
-def write_rank_file(
-    save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh, *, direct: bool = False
-) -> Files:
+def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh) -> Files:
     """Write this rank's file of a ``local`` checkpoint: its part of each tensor, and which box of the whole that is.
 
     If several ranks hold the same box, one of them writes it. Not collective.
@@ -107,11 +104,10 @@ def write_rank_file(
         save: The save that the file belongs to.
         content: Nested dicts and lists, with DTensors where tensors are sharded.
         mesh: The ranks that save.
-        direct: See `write_archive`.
     """
     path = save.temporary / f"rank{save.rank}.pth"
     with as_checkpoint_error(save.target / path.name):
-        return {path.name: write_archive(_localised(content, save, mesh), path, direct=direct)}
+        return {path.name: write_archive(_localised(content, save, mesh), path)}
 
 
 def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, save_id: str, rank: int) -> FileEntry:
@@ -128,7 +124,7 @@ def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, sav
         StateDictError: A tensor lies on other ranks than the mesh.
     """
     save = DirectorySave(path, path, save_id, rank, mesh.size(), overwrite=True)
-    return write_archive(_localised(content, save, mesh, own_all=True), path, direct=True)
+    return write_archive(_localised(content, save, mesh, own_all=True), path)
 
 
 def _localised(

@@ -30,9 +30,7 @@ from mmfsdp.saving.writing.replica_shares import share_of
 __all__ = ["write_distributed"]
 
 
-def write_distributed(
-    save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh, scope: Scope, *, direct: bool = False
-) -> Files:
+def write_distributed(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh, scope: Scope) -> Files:
     """Write the file of this rank, and on the first ``.metadata``. Collective: every rank of the scope.
 
     Each rank knows by itself what the others write, but for tensors on another mesh: of these the ranks say what they
@@ -44,7 +42,6 @@ def write_distributed(
             the first rank.
         mesh: The ranks that save.
         scope: The same ranks.
-        direct: Write past the page cache, where that helps.
 
     Returns:
         This rank's files.
@@ -70,7 +67,7 @@ def write_distributed(
         with as_checkpoint_error(save.target):
             planned = [plan_rank(items, save.rank, save.save_id), plan_metadata(items) if scope.is_first else None]
             files = [file for file in planned if file is not None]
-            return {file.name: write_file(save.temporary / file.name, file, direct=direct) for file in files}
+            return {file.name: write_file(save.temporary / file.name, file) for file in files}
 
     return on_all_ranks(write, scope)
 

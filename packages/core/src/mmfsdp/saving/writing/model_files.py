@@ -182,14 +182,13 @@ def _ignore(_: int) -> None:
     """Vectors become float32, which holds all values of the dtypes that they have."""
 
 
-def write_model_folder(save: DirectorySave, files: ModelFiles, scope: Scope, *, direct: bool = False) -> Files:
+def write_model_folder(save: DirectorySave, files: ModelFiles, scope: Scope) -> Files:
     """Write the files of a folder. Collective: every rank of the scope.
 
     Args:
         save: The save that the files belong to.
         files: What to write.
         scope: The ranks that save.
-        direct: Write past the page cache, where that helps.
 
     Returns:
         On the first rank all files with weights; on others none.
@@ -206,7 +205,7 @@ def write_model_folder(save: DirectorySave, files: ModelFiles, scope: Scope, *, 
 
     on_all_ranks(copy, scope)
     shares = shares_of(files.weights, scope)
-    return write_shared(save.temporary, files.planned, shares, scope, target=save.target, direct=direct)
+    return write_shared(save.temporary, files.planned, shares, scope, target=save.target)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,13 +68,12 @@ class Share:
             yield low - begin, run.source + low - run.target, high - low
 
 
-def write_file(path: Path, file: PlannedFile, *, direct: bool) -> FileEntry:
+def write_file(path: Path, file: PlannedFile) -> FileEntry:
     """Write a file whose data lies in this process's memory; wait until all is on disk. Not collective.
 
     Args:
         path: The file, which is replaced.
         file: The plan.
-        direct: Write past the page cache where that helps: a copy to it takes the time of processors that train.
 
     Returns:
         Its size and checksums, those of blocks included.
@@ -83,7 +82,7 @@ def write_file(path: Path, file: PlannedFile, *, direct: bool) -> FileEntry:
         OSError: The file cannot be written.
     """
     create(path, file.size)
-    written = write_pieces(path, ((piece, {}) for piece in file.pieces), direct=direct, border=BLOCK)
+    written = write_pieces(path, ((piece, {}) for piece in file.pieces), border=BLOCK)
     crcs = [joined(piece, stretches) for piece, stretches in zip(file.pieces, written, strict=True)]
     entry = complete_file(path, file, crcs, chain.from_iterable(written))
     sync(path)
@@ -101,14 +100,13 @@ def create(path: Path, size: int) -> None:
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[tuple[Piece, Mapping[str, Share]]], *, direct: bool, border: int = 0
+    path: Path, pieces: Iterable[tuple[Piece, Mapping[str, Share]]], *, border: int = 0
 ) -> list[list[Stretch]]:
     """Write what this process holds of some pieces into a file that has its size. Not collective.
 
     Args:
         path: The file.
         pieces: The pieces, each with what is held of the live tensors that it is made of.
-        direct: See `write_file`.
         border: Stretches end at each multiple of so many bytes of the file; 0 for no such end.
 
     Returns:
@@ -118,7 +116,7 @@ def write_pieces(
         OSError: The file cannot be written.
         FormatError: A live tensor would be written in more than a million runs.
     """
-    writer = BlockWriter(direct=direct)
+    writer = BlockWriter(durable=True)
     found: list[list[Stretch]] = []
     held = _Held()
     with writer.to(path):

@@ -193,15 +193,13 @@ def _write(
     if not blocking:
         kept = own_copy(kept, saver, target)
     if kind == "full":
-        return _carry_out(
-            lambda: write_whole(target, kept, scope, overwrite=overwrite, direct=not blocking), saver, target, blocking
-        )
+        return _carry_out(lambda: write_whole(target, kept, scope, overwrite=overwrite), saver, target, blocking)
     save = _begin(target, scope, overwrite)
 
     def write(save: DirectorySave) -> Files:
         if kind == "local":
-            return write_rank_file(save, kept, state.mesh, direct=not blocking)
-        return write_distributed(save, kept, state.mesh, scope, direct=not blocking)
+            return write_rank_file(save, kept, state.mesh)
+        return write_distributed(save, kept, state.mesh, scope)
 
     return _carry_out(lambda: save.finish(write, scope), saver, target, blocking)
 
@@ -227,13 +225,13 @@ def _write_model(
 
         def step() -> None:
             shares = shares_of(files.weights, scope)
-            publish_file(target, files.planned, shares, scope, overwrite=overwrite, direct=not blocking)
+            publish_file(target, files.planned, shares, scope, overwrite=overwrite)
 
         return _carry_out(step, saver, target, blocking)
     save = DirectorySave.begin(target, scope, overwrite=overwrite)
 
     def write(save: DirectorySave) -> Files:
-        return write_model_folder(save, files, scope, direct=not blocking)
+        return write_model_folder(save, files, scope)
 
     return _carry_out(lambda: save.finish(write, scope), saver, target, blocking)
 

@@ -79,7 +79,6 @@ def write_shared(
     scope: Scope,
     *,
     target: Path,
-    direct: bool,
     border: int = 0,
     alone: bool = False,
 ) -> dict[str, FileEntry]:
@@ -94,7 +93,6 @@ def write_shared(
         shares: What this rank holds of each live tensor.
         scope: The ranks that save; its channel is one of gloo.
         target: What is saved, for messages.
-        direct: Write past the page cache, where that helps.
         border: Take the checksums of blocks of so many bytes, too, if it is not 0.
         alone: The first rank writes what the others send.
 
@@ -126,7 +124,7 @@ def write_shared(
                     [piece for piece in planned[index].pieces if not live_names(piece.entry)] if scope.is_first else ()
                 )
                 with _collected(failures, target / name):
-                    own |= _write(directory / name, chain(((piece, {}) for piece in only), pieces), direct, border)
+                    own |= _write(directory / name, chain(((piece, {}) for piece in only), pieces), border)
             for _ in pieces:  # otherwise ranks that send would never return
                 pass
 
@@ -196,7 +194,7 @@ def _pieces_alone(pieces: Iterable[Piece], shares: Mapping[str, Share], scope: S
                 yield piece, {name: Share(received, share.shape, box)}
 
 
-def _write(path: Path, pieces: Iterable[_Held], direct: bool, border: int) -> WrittenParts:
+def _write(path: Path, pieces: Iterable[_Held], border: int) -> WrittenParts:
     names: list[str] = []
 
     def noted() -> Iterator[_Held]:
@@ -205,7 +203,7 @@ def _write(path: Path, pieces: Iterable[_Held], direct: bool, border: int) -> Wr
             yield piece, own
 
     found: WrittenParts = {}
-    for name, stretches in zip(names, write_pieces(path, noted(), direct=direct, border=border), strict=True):
+    for name, stretches in zip(names, write_pieces(path, noted(), border=border), strict=True):
         found.setdefault(name, []).extend(stretches)
     if not border:
         found = {name: _told(stretches) for name, stretches in found.items()}

@@ -64,7 +64,7 @@ def with_boxes(content: Mapping[str, Any], scope: Scope, target: Path) -> dict[s
     return {key: map_leaves({key: value}, gathered)[key] if key in keys else value for key, value in content.items()}
 
 
-def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overwrite: bool, direct: bool) -> None:
+def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overwrite: bool) -> None:
     """Write one file with whole tensors, as ``torch.save`` would. Collective: every rank.
 
     Ranks that see the file write their shards into it. Otherwise, and for a store, the first one writes what the others
@@ -75,7 +75,6 @@ def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overw
         content: What `with_boxes` returned; what is not a DTensor is taken from the first rank.
         scope: The ranks that save; its channel is one of gloo.
         overwrite: Replace what is there.
-        direct: Write past the page cache, where that helps.
 
     Raises:
         CheckpointError: The file cannot be written; raised on every rank.
@@ -88,7 +87,7 @@ def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overw
             return ([_planned(content)] if scope.is_first else []), shares_of(shards, scope)
 
     planned, shares = on_all_ranks(plan, scope)
-    publish_file(target, planned, shares, scope, overwrite=overwrite, direct=direct, sums=True)
+    publish_file(target, planned, shares, scope, overwrite=overwrite, sums=True)
 
 
 def publish_file(
@@ -98,7 +97,6 @@ def publish_file(
     scope: Scope,
     *,
     overwrite: bool,
-    direct: bool,
     sums: bool = False,
 ) -> None:
     """Write one planned file, which appears whole. Collective: every rank of the scope.
@@ -109,7 +107,6 @@ def publish_file(
         shares: What this rank holds of each live tensor.
         scope: The ranks that save; its channel is one of gloo.
         overwrite: Replace what is there.
-        direct: Write past the page cache, where that helps.
         sums: Add checksums of blocks to an archive of torch.
 
     Raises:
@@ -135,7 +132,6 @@ def publish_file(
             shares,
             scope,
             target=target,
-            direct=direct,
             border=BLOCK if sums else 0,
             alone=alone,
         )
