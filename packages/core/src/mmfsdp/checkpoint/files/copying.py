@@ -1,7 +1,7 @@
 """Copies tensors between files through a small buffer, and compares checksums on the way.
 
 The kernel's own copy between files (``copy_file_range``, ``sendfile``) takes one and a half times as long wherever
-source and target do not begin at the same place of a page, which is nearly always; and a checksum needs another pass
+source and target do not begin at the same offset of a page, which is nearly always; and a checksum needs another pass
 then. See docs/adr/0002-extents.md.
 """
 
