@@ -16,9 +16,33 @@ from mmfsdp.config.settings_file import read_settings
 from mmfsdp.config.synonyms import advice_for
 from mmfsdp.errors import ConfigError, closest
 
-__all__ = ["ConfigModel"]
+__all__ = ["ConfigModel", "setting", "settings_written_as"]
 
 _validating: ContextVar[bool] = ContextVar("_validating", default=False)
+_written: ContextVar[Mapping[str, str] | None] = ContextVar("_written", default=None)
+
+
+def setting(path: str) -> str:
+    """Return how the user writes a setting, for a message: as its path, unless `settings_written_as` says otherwise."""
+    names, parts = _written.get() or {}, path.split(".")
+    for end in range(len(parts), 0, -1):
+        if (name := names.get(".".join(parts[:end]))) is not None:
+            return ".".join([name, *parts[end:]])
+    return path
+
+
+@contextmanager
+def settings_written_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about settings speak of what the user has written in place of them.
+
+    Args:
+        names: What is written instead of a setting, or of a section of settings, by path.
+    """
+    token = _written.set(names)
+    try:
+        yield
+    finally:
+        _written.reset(token)
 
 
 class ConfigModel(BaseModel):
@@ -114,33 +138,35 @@ def _explained(model: type[BaseModel], error: ValidationError) -> ConfigError:
     message = (
         lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {x}" for x in lines)])
     )
-    return ConfigError(message, config=".".join(_walk(model, details[0]["loc"])[0]) or None)
+    return ConfigError(message, config=setting(".".join(_walk(model, details[0]["loc"])[0])) or None)
 
 
 def _explain_one(model: type[BaseModel], detail: ErrorDetails) -> str:
     path, names = _walk(model, detail["loc"])
-    where = ".".join([model.__name__, *path])
     given, kind, context = detail["input"], detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         hint = advice_for(path[-1], names, keywords=False) or closest(path[-1], names) or _list_of(names)
-        return f"{where}: unknown setting {path[-1]!r}.{hint}"
-    if kind == "missing":
-        return f"{where}: this setting is required."
-    if kind == "literal_error":
-        accepted = _quoted(context["expected"])
-        return f"{where}: {given!r} is not accepted.{closest(given, accepted)}{_list_of(accepted)}"
-    if kind == "union_tag_invalid":
-        accepted = _quoted(context["expected_tags"])
-        return (
-            f"{where}.kind: {context['tag']!r} is not accepted.{closest(context['tag'], accepted)}{_list_of(accepted)}"
+        text = f"unknown setting {path[-1]!r}.{hint}"
+    elif kind == "missing":
+        text = "this setting is required."
+    elif kind in ("literal_error", "union_tag_invalid"):
+        is_tag = kind == "union_tag_invalid"
+        given, accepted = (
+            context["tag"] if is_tag else given,
+            _quoted(context["expected_tags" if is_tag else "expected"]),
         )
-    if kind == "union_tag_not_found":
-        return f"{where}: got {given!r} (type {type(given).__name__}), expected a mapping with a 'kind'."
-    if kind == "too_short":
-        return f"{where}: expected at least one item, got {given!r}."
-    if kind == "value_error":
-        return f"{where}: {context['error']}"
-    return f"{where}: {detail['msg']}, got {given!r} (type {type(given).__name__})."
+        path = [*path, "kind"] if is_tag else path
+        text = f"{given!r} is not accepted.{closest(given, accepted)}{_list_of(accepted)}"
+    elif kind == "union_tag_not_found":
+        text = f"got {given!r} (type {type(given).__name__}), expected a mapping with a 'kind'."
+    elif kind == "too_short":
+        text = f"expected at least one item, got {given!r}."
+    elif kind == "value_error":
+        text = str(context["error"])
+    else:
+        text = f"{detail['msg']}, got {given!r} (type {type(given).__name__})."
+    where = ".".join([model.__name__, *path]) if _written.get() is None else setting(".".join(path))
+    return f"{where}: {text}" if where else text
 
 
 def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

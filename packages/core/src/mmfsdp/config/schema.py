@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from mmfsdp.config.activation import ActivationCheckpointing
-from mmfsdp.config.base import ConfigModel
+from mmfsdp.config.base import ConfigModel, setting
 from mmfsdp.config.compiling import Compile
 from mmfsdp.config.fields import Accepted, Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
 from mmfsdp.config.optimizing import OptimizerConfig
@@ -171,7 +171,8 @@ class ShardConfig(ConfigModel):
         if self.sharding.shard_size is not None and not hybrid:
             raise ValueError(
                 f"sharding.shard_size={self.sharding.shard_size} needs a hybrid strategy, not "
-                f"{self.sharding.strategy!r}. Set sharding.strategy to 'HYBRID_SHARD', or remove shard_size."
+                f"{self.sharding.strategy!r}. Set {setting('sharding.strategy')} to 'HYBRID_SHARD', or remove "
+                "shard_size."
             )
         if hybrid and self.sharding.shard_size == 1:
             raise ValueError(
@@ -181,7 +182,7 @@ class ShardConfig(ConfigModel):
         fsdp1_only = [
             name
             for name, needed in (
-                ("sharding.use_orig_params=False", not self.sharding.use_orig_params),
+                (f"{setting('sharding.use_orig_params')}=False", not self.sharding.use_orig_params),
                 ("precision.keep_low_precision_grads=True", self.precision.keep_low_precision_grads),
             )
             if needed
@@ -197,15 +198,15 @@ class ShardConfig(ConfigModel):
             )
         if self.engine == "replicate" and self.sharding.strategy != "NO_SHARD":
             raise ValueError(
-                f"engine 'replicate' holds everything on every rank; sharding.strategy {self.sharding.strategy!r} "
-                "contradicts it. Set strategy 'NO_SHARD', or engine 'fsdp2'."
+                f"engine 'replicate' holds everything on every rank; {setting('sharding.strategy')} "
+                f"{self.sharding.strategy!r} contradicts it. Set strategy 'NO_SHARD', or engine 'fsdp2'."
             )
 
     def _check_compiled(self) -> None:
         if not self.sharding.use_orig_params:
             raise ValueError(
-                "torch compiles nothing that has flat parameters (sharding.use_orig_params=False). Set use_orig_params "
-                "to True, or remove compile."
+                f"torch compiles nothing that has flat parameters ({setting('sharding.use_orig_params')}=False). Set "
+                "use_orig_params to True, or remove compile."
             )
         recomputing = self.activation_checkpointing
         if recomputing is not None and (recomputing.offload or recomputing.use_reentrant):

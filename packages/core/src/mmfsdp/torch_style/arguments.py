@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch.nn as nn
 
 from mmfsdp.collective.scopes import is_group_pair
 from mmfsdp.config import ShardConfig
+from mmfsdp.config.base import settings_written_as
 from mmfsdp.config.synonyms import bare_name, synonym_of
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp.planning.policies.forms import Policy
@@ -45,11 +45,7 @@ _ARGUMENTS = {
     "wrap": "auto_wrap_policy",
     "sharding": "sharding_strategy",
 }
-"""Arguments by the paths of the settings that they become; the longest path comes first."""
-_NAMES = "|".join(map(re.escape, _ARGUMENTS))
-_TYPED = re.compile(rf"\bShardConfig\.({_NAMES})\b")
-_DOTTED = re.compile(rf"(?<![\w.'\"])({'|'.join(re.escape(path) for path in _ARGUMENTS if '.' in path)})\b")
-_PREFIX = re.compile(r"\bShardConfig[.:] ?")
+"""Arguments by the paths of the settings that they become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +164,7 @@ def translate_arguments(
     # FSDP1's pair is (shard, replicate); everywhere else a pair is (replicate, shard), as in a DeviceMesh.
     groups = (process_group[1], process_group[0]) if is_group_pair(process_group) else process_group
     mesh = groups if groups is not None else device_mesh
-    with _in_words_of_torch() if config is None else nullcontext():
+    with settings_written_as(_ARGUMENTS) if config is None else nullcontext():
         settings = ShardConfig.from_dict(base)
     return Translated(settings, policy, init_fn, check_fn, modules, params, mesh)
 
@@ -205,22 +201,6 @@ def _section(base: dict[str, Any], name: str, shorthand: str) -> dict[str, Any]:
 def _set(section: dict[str, Any], name: str, value: Any) -> None:
     if value is not None:
         section[name] = value
-
-
-@contextmanager
-def _in_words_of_torch() -> Iterator[None]:
-    """Raise a ConfigError again with the names of arguments in place of the paths of settings."""
-    try:
-        yield
-    except ConfigError as error:
-        path = str(error.context.get("config", ""))
-        message = _PREFIX.sub("", _DOTTED.sub(_argument, _TYPED.sub(_argument, error.message)))
-        context = {**error.context, "config": re.sub(rf"^({_NAMES})\b", _argument, path)}
-        raise type(error)(message, **context) from None
-
-
-def _argument(match: re.Match[str]) -> str:
-    return _ARGUMENTS[match[1]]
 
 
 _POLICY = "auto_wrap_policy={'kind': 'module_class', 'classes': 'LlamaDecoderLayer'}"
