@@ -86,6 +86,9 @@ LAZY = (
     "mmfsdp.checkpoint.state_keys",
 )
 
+# The one annotation that does not count: an engine acts on the model that keeps it. docs/architecture.md says so.
+ANNOTATES = ("mmfsdp.runtime.engine", "mmfsdp.runtime.sharded_model.ShardedModel")
+
 # The only modules that import by a name in a string, and what.
 IMPORT_BY_NAME = {
     "mmfsdp.basics.lazy": "what the public names of a package stand for, as its stub lists them",
@@ -129,6 +132,11 @@ def imported_names(path: Path) -> list[tuple[int, str]]:
     """Return line and absolute dotted name of everything that a file imports, functions and its stub included."""
     stub = path.with_suffix(".pyi")
     return [*_imported_names(path), *(_imported_names(stub) if stub.exists() else ())]
+
+
+def counted_names(path: Path) -> list[str]:
+    """Return the names of what a file imports, but for the annotation that does not count."""
+    return [name for _, name in imported_names(path) if (module_name(path), name) != ANNOTATES]
 
 
 @functools.cache
@@ -211,37 +219,31 @@ def hidden_imports(path: Path) -> list[int]:
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
-    """Return for each module of a package the modules of it that it imports, in functions too."""
+    """Return for each module of a package the modules of it that it imports, in functions and for annotations too."""
     names = {module_name(path) for path in modules(package)}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for path in modules(package):
-        for at_top in (True, False):
-            for _, name in executed_names(path, at_top=at_top):
-                target = name if name in names else name.rpartition(".")[0]
-                if target in names:
-                    graph[module_name(path)].add(target)
+        for name in counted_names(path) if path.name != "__init__.py" else ():  # which only exports
+            target = name if name in names else name.rpartition(".")[0]
+            if target in names:
+                graph[module_name(path)].add(target)
     return graph
 
 
 def subpackage_graph(package: str, folder: str) -> dict[str, set[str]]:
-    """Return what the modules and folders in one folder import of each other.
-
-    What one module imports of another for annotations alone does not count; what a folder imports for them does.
-    """
+    """Return what the modules and folders in one folder import of each other, for annotations too."""
     subpackages: dict[str, set[str]] = {}
     graph: dict[str, set[str]] = {}
     for path in modules(package):
         here = module_name(path)
         if path.name == "__init__.py" or not here.startswith(f"{folder}."):
             continue  # an __init__ only exports what its folder holds
-        own, *inside = here.removeprefix(f"{folder}.").split(".")
-        executed = {name for at_top in (True, False) for _, name in executed_names(path, at_top=at_top)}
-        for _, name in imported_names(path):
+        own = here.removeprefix(f"{folder}.").split(".")[0]
+        for name in counted_names(path):
             if not name.startswith(f"{folder}."):
                 continue
             target = name.removeprefix(f"{folder}.").split(".")[0]
-            is_module = (SOURCES[package].parent / f"{folder.replace('.', '/')}/{target}.py").is_file()
-            if target != own and (inside or not is_module or name in executed):
+            if target != own:
                 graph.setdefault(own, set()).add(target)
         subpackages.setdefault(own, set())
     return subpackages | graph

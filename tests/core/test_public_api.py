@@ -70,7 +70,9 @@ def describe_name(name: str, value: Any) -> Iterator[str]:
 
 
 def describe_members(cls: type) -> Iterator[str]:
-    """Yield the constructor, fields, properties and methods that a class itself defines."""
+    """Yield the constructor, fields, properties and methods that a class defines, and the base that has its fields."""
+    if cls.__base__ is not None and cls.__base__.__name__ == "PlanData":
+        yield from describe_members(cls.__base__)
     fields = getattr(cls, "model_fields", None) or getattr(cls, "__dataclass_fields__", {})
     for name in fields:
         if name in vars(cls).get("__annotations__", {}):

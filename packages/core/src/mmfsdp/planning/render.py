@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from mmfsdp.basics.tables import Column, format_table
 from mmfsdp.basics.text import human_bytes, name_list
-from mmfsdp.planning.optimizer_groups import render_optimizer
+from mmfsdp.planning.matrix_steps import muon_flops
+from mmfsdp.planning.optimizer_groups import WIRE_BYTES, OptimizerGroup, OptimizerPlan
+from mmfsdp.planning.plan_data import PlanData
+from mmfsdp.planning.plan_records import MeshSpec, ParamEntry, ShardUnit
 from mmfsdp.planning.repeats import join_repeated
-
-if TYPE_CHECKING:
-    from mmfsdp.planning.plan_records import ShardUnit
-    from mmfsdp.planning.schema import ShardPlan
 
 __all__ = ["equal_units", "render_diff", "render_table", "render_tree"]
 
@@ -33,9 +32,18 @@ _COLUMNS = (
     Column("compiled", once=True, rank=1),
     Column("matched by", wraps=True, rank=4),
 )
+_OPTIMIZER_COLUMNS = (
+    Column("optimizer"),
+    Column("tensors", right=True),
+    Column("params", right=True),
+    Column("state/rank", right=True),
+    Column("messages", right=True),
+    Column("sent/rank", right=True),
+    Column("FLOPs", right=True),
+)
 
 
-def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None = None) -> str:
+def render_table(plan: PlanData, *, every_unit: bool = False, width: int | None = None) -> str:
     """Return the plan as an aligned table of shard units with a head, totals and notes.
 
     Args:
@@ -53,12 +61,12 @@ def render_table(plan: ShardPlan, *, every_unit: bool = False, width: int | None
     if not compiled_units(plan):
         place = len(columns) - 2
         columns, rows = columns[:place] + columns[place + 1 :], [row[:place] + row[place + 1 :] for row in rows]
-    optimizers = render_optimizer(plan, width)
+    optimizers = _optimizers(plan, width)
     lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan), *optimizers]
     return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
 
 
-def equal_units(plan: ShardPlan, *, every_unit: bool = False) -> list[tuple[str, list[ShardUnit]]]:
+def equal_units(plan: PlanData, *, every_unit: bool = False) -> list[tuple[str, list[ShardUnit]]]:
     """Return the units that differ in nothing but an index of their name together, under one name.
 
     Args:
@@ -72,7 +80,7 @@ def equal_units(plan: ShardPlan, *, every_unit: bool = False) -> list[tuple[str,
     return [(group.name, [plan.units[member] for member in group.members]) for group in groups]
 
 
-def render_tree(plan: ShardPlan, *, every_unit: bool = False) -> str:
+def render_tree(plan: PlanData, *, every_unit: bool = False) -> str:
     """Return the shard units as a tree over the parts of their names.
 
     Args:
@@ -111,7 +119,7 @@ def render_tree(plan: ShardPlan, *, every_unit: bool = False) -> str:
     return "\n".join([_head(plan), "", root, *lines_of(nodes, ""), "", *_totals(plan), *_notes(plan)])
 
 
-def render_diff(old: ShardPlan, new: ShardPlan) -> str:
+def render_diff(old: PlanData, new: PlanData) -> str:
     """Return what differs, a line each: ``~`` changed, ``-`` only in the old plan, ``+`` only in the new one."""
     lines: list[str] = []
     for name in type(old).model_fields:
@@ -133,14 +141,14 @@ def render_diff(old: ShardPlan, new: ShardPlan) -> str:
     return "\n".join(lines)
 
 
-def _unit_diff(old: ShardPlan, new: ShardPlan) -> list[str]:
+def _unit_diff(old: PlanData, new: PlanData) -> list[str]:
     changes = [*_unit_changes(old, new)]
     groups = join_repeated([(name, (sign, change)) for sign, name, change in changes])
     firsts = [(group.name, *changes[group.members[0]][::2]) for group in groups]
     return [f"{sign} unit {name}{change}" for name, sign, change in firsts]
 
 
-def _unit_changes(old: ShardPlan, new: ShardPlan) -> Iterator[tuple[str, str, str]]:
+def _unit_changes(old: PlanData, new: PlanData) -> Iterator[tuple[str, str, str]]:
     """Yield for each change its sign, the name of the unit, and the change as text."""
     before = {unit.fqns: unit for unit in old.units}
     after = {unit.fqns: unit for unit in new.units}
@@ -159,7 +167,7 @@ def _unit_changes(old: ShardPlan, new: ShardPlan) -> Iterator[tuple[str, str, st
                 yield "~", _names(unit), f".{name}: {was} -> {now}"
 
 
-def _head(plan: ShardPlan) -> str:
+def _head(plan: PlanData) -> str:
     extras = [
         f"{plan.engine} ({plan.engine_reason})",
         plan.strategy,
@@ -172,7 +180,7 @@ def _head(plan: ShardPlan) -> str:
     return "ShardPlan: " + ", ".join(extras)
 
 
-def _totals(plan: ShardPlan) -> list[str]:
+def _totals(plan: PlanData) -> list[str]:
     world = plan.mesh.world_size
     per_rank = [plan.param_bytes(rank) for rank in {0, plan.mesh.shard - 1}]
     total = sum(param.nbytes for param in plan.all_params())
@@ -188,7 +196,7 @@ def _totals(plan: ShardPlan) -> list[str]:
     ]
 
 
-def _recomputed_elsewhere(plan: ShardPlan) -> list[str]:
+def _recomputed_elsewhere(plan: PlanData) -> list[str]:
     """Return a line for the modules that recompute without being units, which no row of the table shows."""
     units = {fqn for unit in plan.units for fqn in unit.fqns}
     others = sorted(_recomputed(plan) - units)
@@ -198,7 +206,7 @@ def _recomputed_elsewhere(plan: ShardPlan) -> list[str]:
     return [f"AC also recomputes {len(others)} module{'s' if len(others) > 1 else ''} that are not units: {joined}"]
 
 
-def _notes(plan: ShardPlan) -> list[str]:
+def _notes(plan: PlanData) -> list[str]:
     lines = []
     for note in plan.notes:
         names = f"{name_list(note.fqns, 4)}: " if note.fqns else ""
@@ -206,11 +214,11 @@ def _notes(plan: ShardPlan) -> list[str]:
     return lines
 
 
-def _recomputed(plan: ShardPlan) -> frozenset[str]:
+def _recomputed(plan: PlanData) -> frozenset[str]:
     return frozenset(plan.activation_checkpointing.fqns if plan.activation_checkpointing else ())
 
 
-def _cells(plan: ShardPlan, unit: ShardUnit, recomputed: frozenset[str]) -> list[str]:
+def _cells(plan: PlanData, unit: ShardUnit, recomputed: frozenset[str]) -> list[str]:
     """Return the cells of a unit's row, without its name."""
     return [
         unit.class_name,
@@ -225,7 +233,7 @@ def _cells(plan: ShardPlan, unit: ShardUnit, recomputed: frozenset[str]) -> list
     ]
 
 
-def compiled_units(plan: ShardPlan) -> dict[str, str]:
+def compiled_units(plan: PlanData) -> dict[str, str]:
     """Return by FQN ``'yes'`` for each unit that the plan compiles, ``'already'`` for each that the user compiled."""
     planned = dict.fromkeys(plan.compile.fqns if plan.compile else (), "yes")
     return planned | dict.fromkeys(plan.compiled_already, "already")
@@ -235,7 +243,7 @@ def _names(unit: ShardUnit) -> str:
     return " + ".join(fqn or "(root)" for fqn in unit.fqns)
 
 
-def _tree_line(unit: ShardUnit, plan: ShardPlan) -> str:
+def _tree_line(unit: ShardUnit, plan: PlanData) -> str:
     sizes = f"{human_bytes(unit.nbytes)}, {human_bytes(plan.unit_param_bytes(unit))}/rank"
     return f"  [{unit.class_name}, {sizes}]"
 
@@ -249,3 +257,50 @@ def _wrapped(lines: list[str], width: int | None) -> list[str]:
         for line in lines
         for part in (textwrap.wrap(line, max(width, 20), subsequent_indent="  ") if len(line) > width else [line])
     ]
+
+
+def _optimizers(plan: PlanData, width: int | None) -> list[str]:
+    """Return a table of the optimizers: parameters, state, messages and FLOPs of a step."""
+    chosen = plan.optimizer
+    if chosen is None:
+        return []
+    params = {param.fqn: param for param in plan.all_params()}
+    whole = {param.fqn for param in plan.ignored_params}
+    # The messages of a bucket are listed at the group that it begins with.
+    begun = Counter(bucket[0][0] for bucket in chosen.buckets(params, plan.mesh.world_size))
+    rows = [
+        _optimizer_cells(plan, chosen, group, params, whole, begun[place]) for place, group in enumerate(chosen.groups)
+    ]
+    return ["", *format_table(list(_OPTIMIZER_COLUMNS), rows, width)]
+
+
+def _optimizer_cells(
+    plan: PlanData,
+    chosen: OptimizerPlan,
+    group: OptimizerGroup,
+    params: Mapping[str, ParamEntry],
+    whole: set[str],
+    buckets: int,
+) -> list[str]:
+    own = [params[fqn] for fqn in group.fqns]
+    held = sum(param.nbytes if param.fqn in whole else param.shard_nbytes(0, plan.mesh.shard) for param in own)
+    numel = sum(param.numel for param in own)
+    cells = [group.optimizer, str(len(own)), f"{numel:,}"]
+    if group.optimizer == "adamw":
+        return [*cells, human_bytes(2 * held), "-", "-", "-"]
+    steps = group.settings["ns_steps"]
+    flops = sum(muon_flops(rows, columns, steps) for rows, columns in chosen.matrices(group, params))
+    messages = "0" if plan.mesh.world_size == 1 else str(2 * buckets) if buckets else "shared"
+    return [*cells, human_bytes(held), messages, human_bytes(_sent(numel, plan.mesh)), f"{flops:.2e}"]
+
+
+def _sent(numel: int, mesh: MeshSpec) -> int:
+    """Return the bytes that a rank sends in a step: its shards to their owners, and updates back to all ranks.
+
+    With n ranks that all shard, that is 2 P (n - 1) / n² bytes each way for P parameters. Each of several shard groups
+    also receives the updates that the others have computed.
+    """
+    ranks = mesh.world_size
+    there = numel * WIRE_BYTES * (mesh.shard - 1) / mesh.shard / ranks
+    back = numel * WIRE_BYTES * (mesh.replicate - 1 / mesh.shard) / ranks
+    return int(there + back)

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mmfsdp.basics.text import parse_bytes
+from mmfsdp.basics.tables import Column, format_table
+from mmfsdp.basics.text import human_bytes, human_range, parse_bytes
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import held_at, highest, ordered, series, shares
@@ -16,10 +17,9 @@ from mmfsdp.rehearsal.allocator.device_memory import beside_allocator, taken_ran
 from mmfsdp.rehearsal.allocator.retries import Retries, retries_of, retries_text
 from mmfsdp.rehearsal.allocator.waiting import released_late
 from mmfsdp.rehearsal.allocator.wrapping import wrapped_units
-from mmfsdp.rehearsal.fakes.compiling import compiles
+from mmfsdp.rehearsal.fakes.compiling import EAGER_INSTEAD, compiles
 from mmfsdp.rehearsal.recording.step_records import Allocation, Collective, Moment, Operator
-from mmfsdp.rehearsal.result_table import table_of
-from mmfsdp.rehearsal.savings import Saving
+from mmfsdp.rehearsal.savings import Saving, savings_text
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
@@ -292,7 +292,43 @@ class Rehearsal:
             rows: How many modules to show.
             width: The longest line in characters; None for no limit.
         """
-        return table_of(self, rows, width)
+        return _table(self, rows, width)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _table(step: Rehearsal, rows: int, width: int | None) -> str:
+    """Return what `Rehearsal.table` does, of lines of at most ``width`` characters, with ``rows`` modules."""
+    peak = step.peak
+    where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
+    lines = [f"Peak of rank {step.rank} of {step.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
+    if step.device_type != "cpu":
+        lines.insert(1, f"With what the allocator keeps: {human_range(step.reserved())}")
+    if step.device_type == "cuda":
+        lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {human_range(step.device_bytes())}")
+    if short := step.short_of_memory():
+        lines.insert(-1, short)
+    if step.on_cpu:
+        lines.insert(-1, f"In CPU memory, because the plan offloads: {human_bytes(step.cpu_bytes)}")
+    if step.is_eager_instead:
+        lines.insert(-1, EAGER_INSTEAD)
+    kinds = [(kind, human_bytes(size), human_bytes(step.static.get(kind, 0))) for kind, size in peak.by_kind.items()]
+    columns = [Column("kind"), Column("at the peak", right=True), Column("between steps", right=True)]
+    lines += format_table(columns, kinds, width)
+    held = step.held()
+    shown = [(name or "(model)", kind, human_bytes(size)) for name, kind, size, _ in held[:rows]]
+    lines += ["", "Held at the peak, by module:", ""]
+    lines += format_table([Column("module", wraps=True), Column("kind"), Column("bytes", right=True)], shown, width)
+    if held[rows:]:
+        lines.append(f"... and {human_bytes(sum(row[2] for row in held[rows:]))} in {len(held) - rows} more rows")
+    if step.savings:
+        lines += ["", *savings_text(step.savings)]
+    messages = [
+        (name, str(ranks), str(count), human_bytes(size)) for (name, ranks, _), (count, size) in step.sent().items()
+    ]
+    if messages:
+        lines += ["", "Sent in the step:", ""]
+        titles = [Column("collective"), *(Column(title, right=True) for title in ("ranks", "number", "bytes"))]
+        lines += format_table(titles, messages, width)
+    return "\n".join(lines)
