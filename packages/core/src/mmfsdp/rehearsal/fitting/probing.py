@@ -268,12 +268,13 @@ def _needed(step: Rehearsal) -> int:
 
 
 def _first_micro_batch(time: StepTime) -> float:
-    """Return the seconds until the second forward begins."""
-    was = ""
+    """Return the seconds from the first forward to the second, without the gathers that the first one waits for."""
+    was, first = "", None
     for span in time.spans:
         if span.stream == "compute":
+            first = span.begin if first is None else first
             if span.phase == "forward" and was == "backward":
-                return span.begin
+                return span.begin - first
             was = span.phase
     return 0.0
 
