@@ -1,4 +1,4 @@
-"""Files of ranks on the disks of nodes: what is there, who keeps a copy of which, and sending them between ranks."""
+"""Files of ranks on the disks of nodes: what is there, who keeps a copy of which, and what must be sent."""
 
 from __future__ import annotations
 
@@ -6,34 +6,24 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
-
-import torch
-import torch.distributed as dist
 
 from mmfsdp.checkpoint.files.atomic import atomic_output
-from mmfsdp.checkpoint.integrity import crc32
-from mmfsdp.collective.channels import naming_lost_ranks
-from mmfsdp.errors import CorruptCheckpointError, RunDirectoryError
+from mmfsdp.errors import RunDirectoryError
 
 __all__ = [
     "Newest",
     "NodeFile",
     "Transfer",
     "choose",
-    "exchange",
     "holders",
     "path_of",
     "plan_transfers",
     "remove_others",
     "scan",
-    "transfer",
 ]
-
-_CHUNK = 8 << 20  # bytes that are under way at once
 
 
 @dataclass(frozen=True)
@@ -170,114 +160,3 @@ def remove_others(directory: Path, kept: Collection[int]) -> None:
             if match is None or int(match[1]) not in kept:
                 with contextlib.suppress(FileNotFoundError):  # another rank of this node is at it, too
                     path.unlink()
-
-
-def exchange(
-    own: Path, to: int | None, sources: Mapping[int, tuple[int, IO[bytes]]], group: dist.ProcessGroup
-) -> tuple[dict[int, int], OSError | None]:
-    """Send a file to one rank while receiving those of others. Collective: all who send.
-
-    Args:
-        own: This rank's file.
-        to: The rank in the group that keeps its copy, if any.
-        sources: The size of each file that this rank receives, by the rank that sends it, and where it is written.
-        group: The ranks.
-
-    Returns:
-        The CRC-32 of each file that came, and the error if one could not be written: all of it is received even so.
-    """
-    crcs, left = dict.fromkeys(sources, 0), {source: size for source, (size, _) in sources.items()}
-    failure: OSError | None = None
-    with naming_lost_ranks("ranks exchanged copies of their files"):
-        chunks = _chunks(own) if to is not None else iter(())
-        while True:
-            chunk = next(chunks, None)
-            sending = None
-            if chunk is not None:
-                assert to is not None
-                sending = dist.isend(chunk, dist.get_global_rank(group, to), group=group)
-            for source in [source for source, size in left.items() if size]:
-                received = torch.empty(min(_CHUNK, left[source]), dtype=torch.uint8)
-                dist.recv(received, dist.get_global_rank(group, source), group=group)
-                left[source] -= received.numel()
-                data = received.numpy().data
-                crcs[source] = crc32(data, crcs[source])
-                try:
-                    sources[source][1].write(data)
-                except OSError as error:  # what is still to come must be received, or its sender would wait
-                    failure = error
-            if sending is not None:
-                sending.wait()
-            if chunk is None and not any(left.values()):
-                break
-    return crcs, failure
-
-
-def transfer(step: int, directory: Path, plan: Sequence[Transfer], place: int, group: dist.ProcessGroup) -> None:
-    """Send files of a step where they are needed, one after the other. Collective: the ranks that the plan names.
-
-    A rank that fails goes on, so that none waits for it, and raises at the end.
-
-    Args:
-        step: The step.
-        directory: The node's directory.
-        plan: What `plan_transfers` returned.
-        place: This rank's place.
-        group: The ranks.
-
-    Raises:
-        CorruptCheckpointError: A copy is damaged, or gone.
-        OSError: A file cannot be written.
-    """
-    failures: list[Exception] = []
-    for holder, receiver, owner in plan:
-        path = path_of(directory, owner, step)
-        if place == holder:
-            _send(path, receiver, group)
-        elif place == receiver:
-            try:
-                _receive(path, holder, group)
-            except (OSError, CorruptCheckpointError) as error:
-                failures.append(error)
-    for failure in failures:
-        raise failure
-
-
-def _send(path: Path, receiver: int, group: dist.ProcessGroup) -> None:
-    described = None
-    with contextlib.suppress(OSError, ValueError):
-        described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        path.open("rb").close()
-    with naming_lost_ranks("ranks exchanged copies of their files"):
-        dist.send_object_list([described], dist.get_global_rank(group, receiver), group=group)
-    if described is not None:
-        exchange(path, receiver, {}, group)
-
-
-def _receive(path: Path, holder: int, group: dist.ProcessGroup) -> None:
-    told = [None]
-    with naming_lost_ranks("ranks exchanged copies of their files"):
-        dist.recv_object_list(told, dist.get_global_rank(group, holder), group=group)
-    if told[0] is None:
-        raise CorruptCheckpointError(f"The copy on the node of rank {holder} is gone.", file=str(path))
-    found = NodeFile(**told[0])
-    with contextlib.ExitStack() as stack:
-        failure: OSError | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = stack.enter_context(atomic_output(path, overwrite=True))
-            output = stack.enter_context(temporary.open("wb"))
-        except OSError as error:
-            failure, output = error, stack.enter_context(Path(os.devnull).open("wb"))
-        crcs, unwritten = exchange(path, None, {holder: (found.size, output)}, group)
-        if (failure := failure or unwritten) is not None:
-            raise failure
-        if crcs[holder] != found.crc32:
-            raise CorruptCheckpointError(f"The copy on the node of rank {holder} is damaged.", file=str(path))
-    found.describe(path.parents[1])
-
-
-def _chunks(path: Path) -> Iterator[torch.Tensor]:
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK):
-            yield torch.frombuffer(bytearray(data), dtype=torch.uint8)

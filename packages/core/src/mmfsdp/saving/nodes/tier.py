@@ -22,7 +22,7 @@ from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.directory.disk import take_lease
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.record import identity_of
-from mmfsdp.saving.nodes.copies import exchange_copies
+from mmfsdp.saving.nodes.copies import exchange_copies, transfer
 from mmfsdp.saving.nodes.files import (
     Newest,
     NodeFile,
@@ -32,7 +32,6 @@ from mmfsdp.saving.nodes.files import (
     plan_transfers,
     remove_others,
     scan,
-    transfer,
 )
 from mmfsdp.saving.nodes.shards import NodeShards, boxes_of_rank, header_of, needed_owners
 from mmfsdp.saving.writing.archives import write_own_part
