@@ -47,9 +47,8 @@ from mmfsdp_mmengine.hooks.checkpoint import CheckpointHook
 from mmfsdp_mmengine.processes.distributed import start_process_group
 from mmfsdp_mmengine.processes.leaving import leave_in_order
 from mmfsdp_mmengine.registry import ours_for
-from mmfsdp_mmengine.runners.runner import let_shard
+from mmfsdp_mmengine.runners.runner import let_shard, with_patient_workers
 from mmfsdp_mmengine.runners.uneven_batches import check_batches, check_coming_validation
-from mmfsdp_mmengine.runners.workers import with_patient_workers
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
 __all__ = ["patch_mmengine"]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, FlexibleRunner, Runner
+from torch.utils.data import DataLoader
 
+from mmfsdp import patient_workers
 from mmfsdp.saving import random_state, restore_random_state
 from mmfsdp_mmengine.configs.arguments import plain
 from mmfsdp_mmengine.optimizers.binding import check_optimizer_named
-from mmfsdp_mmengine.runners.workers import with_patient_workers
 from mmfsdp_mmengine.strategy import FSDPStrategy
 
-__all__ = ["ShardingRunner", "let_shard"]
+__all__ = ["ShardingRunner", "let_shard", "with_patient_workers"]
 
 
 class ShardingRunner(Runner):
@@ -123,3 +125,19 @@ def let_shard(runner: Runner, model_wrapper: Any) -> None:
     runner.build_dataloader = with_patient_workers(runner.build_dataloader)
     if runner._train_dataloader is not None:
         runner._train_dataloader = runner.strategy.divide_loader(runner._train_dataloader)
+
+
+def with_patient_workers(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that builds data loaders with workers as `mmfsdp.patient_workers` makes them.
+
+    Args:
+        build: Builds a data loader.
+    """
+
+    def build_dataloader(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        if isinstance(loader, DataLoader):
+            patient_workers(loader)
+        return loader
+
+    return build_dataloader
