@@ -11,7 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+# The public way here, `DefaultStager`, empties itself after each use in torch 2.11 and 2.12: its second use raises
+# KeyError. This is the part of it that copies, the same in all releases.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.channels import GlooChannel
@@ -19,9 +24,8 @@ from mmfsdp.collective.scopes import Scope, World, new_scope
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.failures import failures, log_failure
-from mmfsdp.saving.writing.staging import Stager
 
-__all__ = ["PendingSave", "Saver", "own_copy", "saver_of", "settle_saves"]
+__all__ = ["PendingSave", "Saver", "Stager", "own_copy", "saver_of", "settle_saves"]
 
 _NICE = 10  # a thread of this priority has a tenth of the weight of one of training
 
@@ -143,6 +147,25 @@ class Saver:
 
         future.add_done_callback(report)
         return pending
+
+
+class Stager:
+    """Copies tensors into memory of its own, which the next copy of the same storages uses again.
+
+    Args:
+        pinned: Whether the memory is page-locked, and copied to without waiting for each tensor.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._stager = StateDictStager(pin_memory=pinned, share_memory=False)
+
+    def stage(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of nested content, whose tensors are in CPU memory, when it is complete. Not collective."""
+        copy: Any = self._stager.stage(content, non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return dict(copy)
 
 
 def own_copy(content: dict[str, Any], saver: Saver, target: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.boxes import EvenBoxes
 from mmfsdp.checkpoint.files.disk import sync
 from mmfsdp.checkpoint.files.planned_files import Stretch, complete_file
-from mmfsdp.checkpoint.integrity import crc32_of_stretch
+from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.collective.broadcasting import as_bytes
@@ -31,9 +31,14 @@ from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.pieces import Share, create, joined, live_names, write_pieces
 from mmfsdp.saving.writing.replica_shares import share_of
-from mmfsdp.saving.writing.written_parts import SCATTERED, WrittenParts, joined_on_first
 
-__all__ = ["first_of", "shares_of", "write_shared"]
+__all__ = ["SCATTERED", "WrittenParts", "first_of", "joined_on_first", "shares_of", "write_shared"]
+
+SCATTERED = -1
+"""Offset that stands for many, if a rank wrote a tensor in so many stretches that it tells only their length."""
+
+WrittenParts = dict[str, list[Stretch]]
+"""The written parts of each tensor; tensors without any are absent."""
 
 _MOST = 64  # stretches of one tensor that a rank tells of; the checksum of one with more is taken from the file
 
@@ -45,12 +50,12 @@ def shares_of(tensors: Mapping[str, torch.Tensor], scope: Scope) -> dict[str, Sh
 
     Args:
         tensors: DTensors placed by ``Shard`` and ``Replicate``, and others, which the first rank writes; the same names
-            on every rank, in the same order.
+            on every rank.
         scope: The ranks that save; its channel is one of gloo.
     """
     first, found = first_of(scope), {}
     written: dict[int, dict[int, int]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):  # replicas are chosen in the same order on every rank
         if not isinstance(tensor, DTensor):
             continue
         replica, mine = share_of(tensor, written)
@@ -238,3 +243,43 @@ def _read_again(path: Path, piece: Piece) -> Stretch:
         crc, stop = crc32_of_stretch(file.fileno(), piece.at, end)
     assert stop == end, f"{path.name} ends at {stop}"
     return piece.at, piece.entry.nbytes, crc
+
+
+def joined_on_first(own: WrittenParts, scope: Scope, border: int = 0) -> WrittenParts | None:
+    """Return what all ranks wrote on the first rank, and None on the others. Collective: every rank of the scope.
+
+    Every other rank sends one message. Rows that follow each other become one stretch on the way. So each rank receives
+    at most log2(ranks) messages, whose size depends on the number of tensors and not on that of ranks.
+
+    Args:
+        own: What this rank wrote.
+        scope: The ranks.
+        border: Stretches stay apart at multiples of so many bytes of the file, if it is not 0: then the messages grow
+            with the file.
+    """
+    joined, step = own, 1
+    while step < scope.size:
+        if scope.rank % (2 * step):
+            scope.channel.send(joined, scope.rank - step)
+            return None
+        if scope.rank + step < scope.size:
+            joined = _merged(joined, scope.channel.receive(scope.rank + step), border)
+        step *= 2
+    return joined
+
+
+def _merged(one: WrittenParts, two: WrittenParts, border: int) -> WrittenParts:
+    return {name: _adjoining([*one.get(name, ()), *two.get(name, ())], border) for name in {**one, **two}}
+
+
+def _adjoining(stretches: Iterable[Stretch], border: int) -> list[Stretch]:
+    found: list[Stretch] = []
+    for begin, length, crc in sorted(stretches):
+        start, before, own = found[-1] if found else (0, 0, 0)
+        if found and SCATTERED == start == begin:
+            found[-1] = start, before + length, 0
+        elif found and start != SCATTERED and start + before == begin and not (border and begin % border == 0):
+            found[-1] = start, before + length, crc32_combine(own, crc, length)
+        else:
+            found.append((begin, length, crc))
+    return found

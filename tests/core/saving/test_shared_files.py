@@ -8,7 +8,7 @@ import zlib
 from benchmarks.simulated import run_threads
 
 from mmfsdp.collective.scopes import Scope
-from mmfsdp.saving.writing.written_parts import WrittenParts, joined_on_first
+from mmfsdp.saving.writing.shared_files import WrittenParts, joined_on_first
 
 DATA = {"a": bytes(range(251)) * 40, "b": b"of three ranks alone"}
 
