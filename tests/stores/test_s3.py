@@ -21,7 +21,7 @@ from mmfsdp.checkpoint import (
     open_layout,
     verify,
 )
-from mmfsdp.checkpoint.remote.upload_parts import Parts
+from mmfsdp.checkpoint.remote.upload_parts import UploadParts
 from mmfsdp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 
 MB = 1 << 20
@@ -68,14 +68,14 @@ def test_a_file_is_sent_in_parts(source: str, s3: Any, folder: Path, tmp_path: P
 def test_every_format_is_sent_in_parts(settings: dict[str, Any], s3: Any, folder: Path, tmp_path: Path) -> None:
     """The checksums in front of each tensor follow it; what is held until then are single parts."""
     held: list[int] = []
-    flush = Parts._flush
+    flush = UploadParts._flush
 
-    def noted(upload: Parts) -> None:
+    def noted(upload: UploadParts) -> None:
         flush(upload)
         held.append(len(upload._held))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parts, "_flush", noted)
+        patch.setattr(UploadParts, "_flush", noted)
         convert(folder / "large.safetensors", "s3://bucket/out", **settings, verify_output=True)
     assert len(held) > 4
     assert max(held) <= 2, "where the tensor begins and where it ends"

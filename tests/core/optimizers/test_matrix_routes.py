@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmfsdp.errors import PlanError
 from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import route_of
-from mmfsdp.optimizers.shards import Division
+from mmfsdp.optimizers.shards import TensorDivision
 from mmfsdp.planning.matrix_steps import divide_into_buckets
 
 SHAPES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5)
@@ -27,7 +27,7 @@ def test_every_element_reaches_its_owner_and_every_update_all_that_hold_it(
     for shape in shapes:
         found = matrices_of(shape)
         matrices += found
-        divisions += [Division(shape, (replicate, shard), (False, True))] * len(found)
+        divisions += [TensorDivision(shape, (replicate, shard), (False, True))] * len(found)
     owners = [data.draw(st.integers(0, ranks - 1)) for _ in matrices]
     routes = [route_of(matrices, owners, divisions, rank, ranks) for rank in range(ranks)]
     for one in range(ranks):
@@ -47,7 +47,7 @@ def test_every_element_reaches_its_owner_and_every_update_all_that_hold_it(
 
 def test_a_rank_of_thousands_plans_only_what_it_exchanges() -> None:
     ranks = 2048
-    division = Division((4096, 16), (ranks,), (True,))
+    division = TensorDivision((4096, 16), (ranks,), (True,))
     matrices, divisions = [Matrix(0, 4096, 16)] * 300, [division] * 300
     owners = assign_owners([1.0] * 300, ranks)
     route = route_of(matrices, owners, divisions, 7, ranks)

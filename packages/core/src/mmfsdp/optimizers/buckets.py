@@ -17,7 +17,7 @@ from mmfsdp.errors import PlanError
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.matrices import Matrix, assign_owners, matrices_of
 from mmfsdp.optimizers.routes import Route, route_of
-from mmfsdp.optimizers.shards import Division, division_of
+from mmfsdp.optimizers.shards import TensorDivision, division_of
 from mmfsdp.planning.matrix_steps import divide_into_buckets
 from mmfsdp.runtime.refusals.guards import are_watching
 
@@ -36,7 +36,7 @@ class Member:
     """Its param group."""
     mesh: DeviceMesh | None
     """The ranks that train it; None if only this one does."""
-    division: Division
+    division: TensorDivision
     matrices: tuple[Matrix, ...]
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from mmfsdp.collective.lost_ranks import Waiting
-from mmfsdp.optimizers.routes import Piece, Pieces
+from mmfsdp.optimizers.routes import MatrixPiece, MatrixPieces
 
-__all__ = ["Message", "Parcel"]
+__all__ = ["AllToAll", "Parcel"]
 
 _DOING = "exchanging parts of matrices between their owners"
 
@@ -25,7 +25,7 @@ class Parcel:
         device: Where the message is.
     """
 
-    def __init__(self, pieces: Pieces, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, pieces: MatrixPieces, dtype: torch.dtype, device: torch.device) -> None:
         self.pieces = pieces
         self.lengths = [len(own) + sum(piece.numel for piece in own) for own in pieces]
         """Elements for each rank."""
@@ -41,11 +41,11 @@ class Parcel:
         number = next(number for number, piece in enumerate(self.pieces[rank]) if piece.index == index)
         return self.memory[sum(self.lengths[:rank]) + number]
 
-    def parts(self) -> dict[int, list[tuple[Piece, torch.Tensor]]]:
+    def parts(self) -> dict[int, list[tuple[MatrixPiece, torch.Tensor]]]:
         """Return the pieces of each matrix with their elements, by its index in the bucket and then by rank."""
         # One call divides all: a slice for each takes longer than to copy it.
         views = iter(self.memory.split([size for own in self.pieces for size in (len(own), *(p.numel for p in own))]))
-        found: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+        found: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
         for own in self.pieces:
             next(views)
             for piece in own:
@@ -53,7 +53,7 @@ class Parcel:
         return found
 
 
-class Message:
+class AllToAll:
     """A parcel under way from every rank to every rank. Making one is collective: every rank, in one order.
 
     Args:
@@ -62,7 +62,7 @@ class Message:
         received: The pieces that it receives from each rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, sent: Parcel, received: Pieces) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, sent: Parcel, received: MatrixPieces) -> None:
         self._work: dist.Work | None = None
         self._received = sent
         if group is not None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.buckets import Bucket, Member, buckets_of
-from mmfsdp.optimizers.exchange import Message, Parcel
+from mmfsdp.optimizers.exchange import AllToAll, Parcel
 from mmfsdp.optimizers.functions import MatrixFunction
 from mmfsdp.optimizers.outcomes import NO_GRADIENT, ON_SOME_RANKS, UPDATED, Outcomes, updated_matrix
 from mmfsdp.optimizers.owned_states import OwnedStates
@@ -134,8 +134,8 @@ class MatrixOptimizer(Optimizer):
     def _update_matrices(self) -> None:
         """Step, without the hooks that torch runs around each ``step()``, which a subclass's own would run twice."""
         self._outcomes.check()
-        given: tuple[Bucket, Message] | None = None
-        answered: tuple[Bucket, Message] | None = None
+        given: tuple[Bucket, AllToAll] | None = None
+        answered: tuple[Bucket, AllToAll] | None = None
         for bucket in (*self._prepared(), None, None):
             # While the owners compute for one bucket, the next one and the answers of the one before are under way.
             next_given = None if bucket is None else (bucket, self._give(bucket))
@@ -163,7 +163,7 @@ class MatrixOptimizer(Optimizer):
             )
         return self._buckets
 
-    def _give(self, bucket: Bucket) -> Message:
+    def _give(self, bucket: Bucket) -> AllToAll:
         """Send this rank's parts of all matrices to their owners."""
         parcel = Parcel(bucket.route.given, bucket.dtype, bucket.device)
         for heads in parcel.heads():
@@ -177,7 +177,7 @@ class MatrixOptimizer(Optimizer):
                     elements.zero_()
                 else:
                     elements.copy_(mixed[slice(*piece.span)])
-        return Message(bucket.group, parcel, bucket.route.collected)
+        return AllToAll(bucket.group, parcel, bucket.route.collected)
 
     def _mixed(self, member: Member) -> torch.Tensor | None:
         """Advance the momentum of a parameter; return this rank's part of what updates come from, flattened."""
@@ -190,9 +190,9 @@ class MatrixOptimizer(Optimizer):
         kept.lerp_(grad, 1 - settings["momentum"])
         return (grad.lerp(kept, settings["momentum"]) if settings["nesterov"] else kept).reshape(-1)
 
-    def _answer(self, bucket: Bucket, message: Message) -> Message:
+    def _answer(self, bucket: Bucket, message: AllToAll) -> AllToAll:
         """Compute the updates of the matrices that this rank owns, and send them."""
-        return Message(bucket.group, self._updates(bucket, message.receive()), bucket.route.returned)
+        return AllToAll(bucket.group, self._updates(bucket, message.receive()), bucket.route.returned)
 
     def _updates(self, bucket: Bucket, received: Parcel) -> Parcel:
         parcel = Parcel(bucket.route.answered, bucket.dtype, bucket.device)
@@ -214,7 +214,7 @@ class MatrixOptimizer(Optimizer):
             said.copy_(torch.stack(codes))
         return parcel
 
-    def _apply(self, bucket: Bucket, message: Message) -> None:
+    def _apply(self, bucket: Bucket, message: AllToAll) -> None:
         """Change this rank's shards by the updates."""
         received = message.receive()
         parts = received.parts()

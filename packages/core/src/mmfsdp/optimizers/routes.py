@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.optimizers.matrices import Matrix, Span, overlap
-from mmfsdp.optimizers.shards import Division
+from mmfsdp.optimizers.shards import TensorDivision
 
-__all__ = ["Piece", "Route", "route_of"]
+__all__ = ["MatrixPiece", "Route", "route_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatrixPiece:
     """A part of a matrix in a message, perhaps an empty one."""
 
     index: int
@@ -26,7 +26,7 @@ class Piece:
         return self.span[1] - self.span[0]
 
 
-Pieces = list[list[Piece]]
+MatrixPieces = list[list[MatrixPiece]]
 """What a rank exchanges in one message: the pieces for or from each rank, in row-major order of the mesh."""
 
 
@@ -34,14 +34,14 @@ Pieces = list[list[Piece]]
 class Route:
     """One rank's messages of a bucket."""
 
-    given: Pieces
+    given: MatrixPieces
     """Sent to each owner: spans of this rank's shards."""
-    collected: Pieces
+    collected: MatrixPieces
     """Received from each rank: spans of the matrices that this rank owns, in the same order from every rank. Those of
     ranks of another replica are empty."""
-    answered: Pieces
+    answered: MatrixPieces
     """Sent to each rank from this rank's matrices: spans of the updates, in the order of `collected`."""
-    returned: Pieces
+    returned: MatrixPieces
     """Received from each owner: spans of this rank's shards."""
 
     @property
@@ -51,7 +51,7 @@ class Route:
 
 
 def route_of(
-    matrices: Sequence[Matrix], owners: Sequence[int], divisions: Sequence[Division], rank: int, ranks: int
+    matrices: Sequence[Matrix], owners: Sequence[int], divisions: Sequence[TensorDivision], rank: int, ranks: int
 ) -> Route:
     """Return what one rank exchanges for a bucket. Linear in its matrices, and in the ranks for those it owns.
 
@@ -66,23 +66,23 @@ def route_of(
     for index, (matrix, owner, division) in enumerate(zip(matrices, owners, divisions, strict=True)):
         held = division.span(rank)
         mine = overlap(held, matrix.span)
-        piece = Piece(index, (mine[0] - held[0], mine[1] - held[0]))
+        piece = MatrixPiece(index, (mine[0] - held[0], mine[1] - held[0]))
         sources = division.sources(owner)
-        given[owner].append(piece if rank in sources else Piece(index, (0, 0)))
+        given[owner].append(piece if rank in sources else MatrixPiece(index, (0, 0)))
         returned[owner].append(piece)
         if owner == rank:
             for other, wanted in enumerate(_parts(index, matrix, division, ranks)):
-                collected[other].append(wanted if other in sources else Piece(index, (0, 0)))
+                collected[other].append(wanted if other in sources else MatrixPiece(index, (0, 0)))
                 answered[other].append(wanted)
     return Route(given, collected, answered, returned)
 
 
-def _parts(index: int, matrix: Matrix, division: Division, ranks: int) -> Iterator[Piece]:
+def _parts(index: int, matrix: Matrix, division: TensorDivision, ranks: int) -> Iterator[MatrixPiece]:
     """Yield the part of a matrix that each rank holds."""
     for rank in range(ranks):
         start, end = overlap(division.span(rank), matrix.span)
-        yield Piece(index, (start - matrix.start, end - matrix.start))
+        yield MatrixPiece(index, (start - matrix.start, end - matrix.start))
 
 
-def _per_rank(ranks: int) -> Pieces:
+def _per_rank(ranks: int) -> MatrixPieces:
     return [[] for _ in range(ranks)]

@@ -14,11 +14,11 @@ from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.matrices import Span
 from mmfsdp.runtime.dtensors import placements_of
 
-__all__ = ["Division", "division_of", "local_of"]
+__all__ = ["TensorDivision", "division_of", "local_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class TensorDivision:
     """How a tensor is divided over the ranks of a mesh. Ranks are numbered in the mesh's row-major order."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Division:
         return coordinates[::-1]
 
 
-def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> Division:
+def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> TensorDivision:
     """Return how a parameter is divided. Not collective.
 
     Args:
@@ -63,14 +63,14 @@ def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> Divi
     """
     if not isinstance(param, DTensor):
         sizes = (1,) if mesh is None else tuple(mesh.shape)
-        return Division(tuple(param.shape), sizes, (False,) * len(sizes))
+        return TensorDivision(tuple(param.shape), sizes, (False,) * len(sizes))
     placements = placements_of(param)
     if any(dim not in (None, 0) for dim in placements):
         raise ShardStateError(
             f"{name!r} is placed as {tuple(param.placements)}. Matrices are gathered from shards of rows: shard "
             "dimension 0, as fully_shard does, or give the parameter to another optimizer."
         )
-    return Division(tuple(param.shape), tuple(param.device_mesh.shape), tuple(dim == 0 for dim in placements))
+    return TensorDivision(tuple(param.shape), tuple(param.device_mesh.shape), tuple(dim == 0 for dim in placements))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, manifest_bytes
 from mmfsdp.checkpoint.remote.paths import RemotePath
 from mmfsdp.checkpoint.remote.s3_uploads import S3Folder
-from mmfsdp.checkpoint.remote.upload_parts import Parts
+from mmfsdp.checkpoint.remote.upload_parts import UploadParts
 from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 
 __all__ = ["StoreTarget"]
@@ -192,7 +192,7 @@ def _stretches(file: PlannedFile) -> Iterator[tuple[int, int]]:
 
 
 def _written(
-    file: PlannedFile, parts: Parts, advance: Callable[[int], None], verified: set[RecordKey] | None
+    file: PlannedFile, parts: UploadParts, advance: Callable[[int], None], verified: set[RecordKey] | None
 ) -> FileEntry:
     """Copy a file into parts, and return its size and its checksum."""
     with Copier(advance, parts, verified=verified) as copier:

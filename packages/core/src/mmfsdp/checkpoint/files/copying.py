@@ -27,14 +27,14 @@ from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.errors import CorruptCheckpointError
 
-__all__ = ["BlockWriter", "Copier", "RecordKey", "Writer", "reserve", "write_at"]
+__all__ = ["BlockWriter", "Copier", "CopyTarget", "RecordKey", "reserve", "write_at"]
 
 _BLOCK = 1 << 19  # bytes that are read at once to be compared only
 RecordKey = tuple[Path, int, int]
 """A record: its file, its first byte and its number of bytes."""
 
 
-class Writer(Protocol):
+class CopyTarget(Protocol):
     """The target of a `Copier`; see `BlockWriter`."""
 
     def room(self, at: int, most: int) -> memoryview:
@@ -44,7 +44,7 @@ class Writer(Protocol):
         """Note that the first ``count`` bytes of the ``room`` are there."""
 
 
-def write_at(writer: Writer, data: bytes | memoryview, at: int) -> None:
+def write_at(writer: CopyTarget, data: bytes | memoryview, at: int) -> None:
     """Write bytes at byte ``at``."""
     view = memoryview(data)
     while view:
@@ -65,7 +65,7 @@ class Copier:
     """
 
     def __init__(
-        self, advance: Callable[[int], None], writer: Writer, *, verified: set[RecordKey] | None = None
+        self, advance: Callable[[int], None], writer: CopyTarget, *, verified: set[RecordKey] | None = None
     ) -> None:
         self._advance = advance
         self.writer = writer

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.files.disk import checkpoint_path, nearest, of_file, perm
 from mmfsdp.checkpoint.files.siblings import interrupted
 from mmfsdp.checkpoint.formats.common.foreign import what_to_use
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, PART_FILE, Source
+from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, PART_FILE, SourcePath
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
@@ -82,7 +82,7 @@ def open_layout(
     path = checkpoint_path(path)
     with permission_errors(path):
         path = interrupted(path) or path
-    source = Source(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
+    source = SourcePath(path, trust, partial(_reference, reference, trust), look_up, chosen=format is not None)
     try:
         refuse_special(path)
         if not path.exists():
@@ -126,7 +126,7 @@ def _garbage_collection_off() -> Iterator[None]:
             gc.enable()
 
 
-def _recognised(source: Source) -> Format:
+def _recognised(source: SourcePath) -> Format:
     if (source.path.suffix == ".distcp" or source.path.name == ".metadata") and not source.names:
         raise FormatError(
             f"{source.path.name} is one file of torch's distributed checkpoint; open its directory "
@@ -180,7 +180,7 @@ def _reference(given: str | os.PathLike[str] | Layout | None, trust: bool) -> La
     return None if given is None else opened(given, trust=trust)
 
 
-def _nearby(source: Source) -> str:
+def _nearby(source: SourcePath) -> str:
     """Return a sentence that names the checkpoints within a directory, or the one that the directory is part of."""
     path, names = source.path, source.names
     unfinished = any(name.endswith(".distcp") for name in names)
@@ -220,7 +220,7 @@ def _checkpoints_within(directory: Path, names: Iterable[str] | None = None) -> 
     """Return the names in a directory, if it is one, that look like checkpoints, those of optimizers last."""
     try:
         if names is None:
-            names = Source(directory).names
+            names = SourcePath(directory).names
         tried = [name for name in names if not _NO_WEIGHTS.fullmatch(name)][:_MOST_TRIED]
         found = [name for name in tried if _looks_like_checkpoint(directory / name)]
     except OSError:  # what cannot be read is not suggested
@@ -229,7 +229,7 @@ def _checkpoints_within(directory: Path, names: Iterable[str] | None = None) -> 
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    source, directory = Source(path), path.is_dir()
+    source, directory = SourcePath(path), path.is_dir()
     return (directory or path.is_file()) and any(
         item.directory == directory and item.recognises(source) for item in FORMATS
     )

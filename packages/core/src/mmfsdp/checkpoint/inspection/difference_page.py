@@ -65,7 +65,7 @@ def diff_page(report: DiffReport) -> str:
 
 
 @dataclass
-class _Node:
+class _ModuleSums:
     """A module: what its tensors sum up to."""
 
     name: str
@@ -76,7 +76,7 @@ class _Node:
     largest: float = 0.0
     relative: float = 0.0
     decades: tuple[int, ...] = ()
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _ModuleSums] = field(default_factory=dict)
 
     def add(self, elements: int, item: ValueDifference | None) -> None:
         self.tensors, self.elements = self.tensors + 1, self.elements + elements
@@ -87,20 +87,20 @@ class _Node:
             self.decades = _added([self.decades, item.decades])
 
 
-def _tree(report: DiffReport) -> _Node:
+def _tree(report: DiffReport) -> _ModuleSums:
     found = {item.name: item for item in report.values}
-    root = _Node("")
+    root = _ModuleSums("")
     for name, elements in report.elements.items():
         node, item = root, found.get(name)
         root.add(elements, item)
         parts = re.findall(r"[^/.]*[/.]|[^/.]+$", name) or [name]
         for part in (*parts[:_DEPTH], *["".join(parts[_DEPTH:])] * (len(parts) > _DEPTH)):
-            node = node.children.setdefault(part, _Node(part))
+            node = node.children.setdefault(part, _ModuleSums(part))
             node.add(elements, item)
     return root
 
 
-def _modules(root: _Node) -> str:
+def _modules(root: _ModuleSums) -> str:
     if not root.tensors:
         return ""
     rows: list[str] = []
@@ -112,7 +112,7 @@ def _modules(root: _Node) -> str:
     return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}"
 
 
-def _rows(node: _Node, budget: list[int], *, is_open: bool = False) -> Iterator[str]:
+def _rows(node: _ModuleSums, budget: list[int], *, is_open: bool = False) -> Iterator[str]:
     name = node.name
     while len(node.children) == 1:  # lone children are joined
         [node] = node.children.values()
@@ -129,7 +129,7 @@ def _rows(node: _Node, budget: list[int], *, is_open: bool = False) -> Iterator[
         yield branch(_cells(node, name), below, is_open=is_open)
 
 
-def _cells(node: _Node, name: str) -> str:
+def _cells(node: _ModuleSums, name: str) -> str:
     tensors = f" <small>{node.tensors:,} tensors</small>" if node.children else ""
     if not node.changed:
         return (

@@ -10,7 +10,7 @@ from mmfsdp.basics.codes import block_of, scales_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
-from mmfsdp.checkpoint.recipes.recipe_numbers import Values
+from mmfsdp.checkpoint.recipes.recipe_numbers import RecipeValues
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
 from mmfsdp.checkpoint.recipes.standing_in import StandIns
 from mmfsdp.errors import ConfigError, closest
@@ -29,7 +29,7 @@ class Recipe:
     rules: tuple[Rule, ...]
     """The rules, in order: each sees what those before it made."""
     values: Mapping[str, Sequence[str | int]]
-    """The numbers that rules use, and where to find them; see ``Values``."""
+    """The numbers that rules use, and where to find them; see ``RecipeValues``."""
     keep_unmatched: bool
     """Whether tensors that no rule matches stay as they are; otherwise they are an error."""
 
@@ -64,7 +64,7 @@ class Recipe:
             hint = closest(unknown[0], self.values) or f" It uses {name_list([*self.values]) or 'none'}."
             raise ConfigError(f"Recipe {self.name} has no value {unknown[0]!r}.{hint}", config="recipe_values")
         stand_ins = StandIns()
-        values = Values(
+        values = RecipeValues(
             self.values, given, configs, lambda one, two: equal_data(stand_ins.resolved(one), stand_ins.resolved(two))
         )
         current = {name: stand_ins.of(entry) for name, entry in tensors.items()}

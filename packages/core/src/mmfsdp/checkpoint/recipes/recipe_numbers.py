@@ -13,7 +13,7 @@ from typing import Any
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import ConfigError
 
-__all__ = ["CONFIG_FILES", "Values", "config_numbers"]
+__all__ = ["CONFIG_FILES", "RecipeValues", "config_numbers"]
 
 CONFIG_FILES = ("config.json", "params.json")
 """Where Hugging Face and Meta write the numbers of a model."""
@@ -23,7 +23,7 @@ _LIMIT = 10_000_000  # bytes
 
 
 @dataclass(frozen=True)
-class Values:
+class RecipeValues:
     """The numbers of one model."""
 
     sources: Mapping[str, Sequence[str | int]]

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, trimmed, unstacked
-from mmfsdp.checkpoint.recipes.recipe_numbers import Values
+from mmfsdp.checkpoint.recipes.recipe_numbers import RecipeValues
 from mmfsdp.checkpoint.recipes.templates import Group, Template, grouped
 from mmfsdp.errors import ConfigError
 
@@ -37,7 +37,7 @@ class Rule:
     optional: bool
     """Whether it may match nothing."""
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         """Yield what becomes of the tensors that match; touches no data.
 
         Raises:
@@ -87,7 +87,7 @@ class Rename(Rule):
 
     pairs: tuple[tuple[Template, Template], ...]
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for name, entry in tensors.items():
             for old, new in self.pairs:
                 found = old.match(name)
@@ -112,7 +112,7 @@ class Fuse(Rule):
     dim: int
     sizes: tuple[str, ...] | None
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for group in grouped(tensors, self.parts):
             names = self._complete(group, self.parts)
             name = self.whole.filled(group.values)
@@ -151,7 +151,7 @@ class Split(Rule):
     dim: int
     sizes: tuple[str, ...] | None
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for group in grouped(tensors, [self.whole]):
             [given] = group.names.values()
             names = [part.filled(group.values) for part in self.parts]
@@ -178,7 +178,7 @@ class Stack(Rule):
     whole: Template
     dim: int
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for group in grouped(tensors, [self.part], self.over):
             odd = next((own for _, own in group.names if not re.fullmatch("0|[1-9][0-9]{0,8}", own)), None)
             if odd is not None:
@@ -213,7 +213,7 @@ class Unstack(Rule):
     whole: Template
     dim: int
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for group in grouped(tensors, [self.whole]):
             [given] = group.names.values()
             slices = self._checked([given], tensors, lambda: unstacked(tensors[given], self.dim))  # noqa: B023
@@ -235,7 +235,7 @@ class Rearrange(Rule):
     pattern: str
     sizes: Mapping[str, str]
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         pattern = Pattern(self.pattern)
         sizes = {axis: values.number(size, self.where) for axis, size in self.sizes.items()}
         for name, entry in tensors.items():
@@ -257,7 +257,7 @@ class Trim(Rule):
     size: str
     dim: int
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for name, entry in tensors.items():
             if any(template.match(name) is not None for template in self.names):
                 size = values.number(self.size, self.where)
@@ -277,7 +277,7 @@ class Drop(Rule):
     names: tuple[Template, ...]
     recomputed: bool
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for name in tensors:
             if any(template.match(name) is not None for template in self.names):
                 yield Step((name,), {})
@@ -301,7 +301,7 @@ class Tie(Rule):
 
     pairs: tuple[tuple[Template, Template], ...]
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for second, first in self.pairs:
             for name, entry in tensors.items():
                 found = first.match(name)
@@ -322,7 +322,7 @@ class Untie(Rule):
 
     pairs: tuple[tuple[Template, Template], ...]
 
-    def steps(self, tensors: Tensors, values: Values) -> Iterator[Step]:
+    def steps(self, tensors: Tensors, values: RecipeValues) -> Iterator[Step]:
         for second, first in self.pairs:
             for name, entry in tensors.items():
                 found = second.match(name)

@@ -120,7 +120,7 @@ class HttpTransport:
         with response:
             if "html" not in response.headers.get("Content-Type", ""):
                 return set()
-            page = _Links(response.address)
+            page = _ListingParser(response.address)
             page.feed(response.read(_PAGE).decode(errors="replace"))
             return page.names
 
@@ -234,7 +234,7 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name}
 
 
-class _Links(HTMLParser):
+class _ListingParser(HTMLParser):
     """Collects what a page that lists a directory links to, if it lies in that directory."""
 
     def __init__(self, address: str) -> None:

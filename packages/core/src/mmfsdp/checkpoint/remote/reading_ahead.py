@@ -30,7 +30,7 @@ class Extent(NamedTuple):
     end: int
 
 
-class _Request:
+class _RangeRequest:
     __slots__ = ("answer", "extent", "used")
 
     def __init__(self, extent: Extent) -> None:
@@ -52,7 +52,7 @@ class ReadAhead:
     def __init__(self, extents: Iterable[tuple[Session, Url, int, int]], window: int = WINDOW) -> None:
         self._window = window
         self._coming = _requests(Extent(*extent) for extent in extents)
-        self._active: deque[_Request] = deque()
+        self._active: deque[_RangeRequest] = deque()
         self._held = 0
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -99,10 +99,10 @@ class ReadAhead:
 
     def _fill(self) -> None:
         while self._held < self._window and (extent := next(self._coming, None)) is not None:
-            self._active.append(_Request(extent))
+            self._active.append(_RangeRequest(extent))
             self._held += extent.end - extent.begin
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: _RangeRequest) -> None:
         self._active.remove(request)
         self._held -= request.extent.end - request.extent.begin
 

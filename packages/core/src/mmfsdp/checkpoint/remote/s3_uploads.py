@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mmfsdp.basics.masking import hide_secrets, mask_secrets
 from mmfsdp.checkpoint.remote.over_fsspec import fsspec_store
-from mmfsdp.checkpoint.remote.upload_parts import Parts
+from mmfsdp.checkpoint.remote.upload_parts import UploadParts
 from mmfsdp.checkpoint.remote.urls import Url, check_writable
 from mmfsdp.errors import CheckpointError
 
@@ -101,7 +101,7 @@ class S3Folder:
         found = {}
         for item in sorted(uploads, key=lambda item: item["Initiated"], reverse=True):
             pages = _pages(self._calling(name), "list_parts", "PartNumberMarker", UploadId=item["UploadId"])
-            parts = (part for page in pages for part in page.get("Parts", []))
+            parts = (part for page in pages for part in page.get("UploadParts", []))
             found[item["UploadId"]] = {part["PartNumber"]: part["ETag"] for part in parts}
         return found
 
@@ -130,7 +130,7 @@ class S3Folder:
             ) from hide_secrets(error)
 
 
-class S3Upload(Parts):
+class S3Upload(UploadParts):
     """A file that is being written.
 
     Args:
@@ -155,7 +155,7 @@ class S3Upload(Parts):
     def complete(self) -> None:
         """Send what is left, wait until all parts are there, and let the file appear."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self.finish(), start=1)]
-        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"UploadParts": parts})
 
     def abort(self) -> None:
         """Give up: nothing appears, and S3 forgets the parts."""
@@ -170,7 +170,7 @@ class S3Upload(Parts):
         return str(answer["ETag"])
 
 
-class S3Comparison(Parts):
+class S3Comparison(UploadParts):
     """A finished file that is compared, without reading it, with what would be written.
 
     Args:

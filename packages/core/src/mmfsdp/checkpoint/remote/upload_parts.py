@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Parts"]
+__all__ = ["UploadParts"]
 
 _AT_ONCE = 3  # parts under way at the same time
 
 
-class Parts:
+class UploadParts:
     """The parts of a file; it offers what a `Copier` writes to.
 
     Bytes may come in any order. A part is handed on when all that will be written to it is there; until then it is

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content, Source, is_zip
+from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, is_zip
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["Format", "Made", "ModelForm", "TensorFormat"]
@@ -151,14 +151,14 @@ class Format:
         """Whether it can be written."""
         return type(self).plan_write is not Format.plan_write
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         """Tell from first bytes and file names whether a path is of this format.
 
         What no format recognises is read by a related one that is listed before it, which tells them apart.
         """
         return self.file_names is not None and any(map(self.file_names.fullmatch, source.names))
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         """Read the layout of a checkpoint of this format; see the module that reads it for errors."""
         raise NotImplementedError
 

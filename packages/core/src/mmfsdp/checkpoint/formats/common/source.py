@@ -27,7 +27,7 @@ __all__ = [
     "RANK_FILE",
     "TORCH_FILE",
     "Content",
-    "Source",
+    "SourcePath",
     "all_parts",
     "is_legacy_torch",
     "is_of_fairscale",
@@ -69,7 +69,7 @@ _LEGACY_MAGIC = re.compile(  # torch's MAGIC_NUMBER, pickled with protocol 2 to 
 
 
 @dataclass(frozen=True)
-class Source:
+class SourcePath:
     """A path to read a checkpoint from, and the caller's wishes."""
 
     path: Path

@@ -15,10 +15,10 @@ from typing import Any
 
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.dcp.metadata import read_as_stored
-from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT, FlatUnit, Span, flat_unit, spans_in_order
-from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import Known, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT, FlatSpan, FlatUnit, flat_unit, spans_in_order
+from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import ParameterFacts, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.layout import Layout, TensorRef
@@ -31,7 +31,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of such a directory.
 
     Args:
@@ -67,7 +67,7 @@ def _entry(leaf: Any, stored: Layout) -> Any:
     return stored.tensors[leaf.name] if isinstance(leaf, TensorRef) else leaf
 
 
-def _resolved(value: Any, stored: Layout, known: Known) -> Any:
+def _resolved(value: Any, stored: Layout, known: ParameterFacts) -> Any:
     """Return nested content with the flat parameters of every state dict in it taken apart."""
     if not isinstance(value, dict):
         return value
@@ -77,7 +77,7 @@ def _resolved(value: Any, stored: Layout, known: Known) -> Any:
     part = {key: _shards(held) if _is_flat(key, held) else held for key, held in value.items()}
     file = stored.path / ".metadata"
     units = [flat_unit(key, [held], [file]) for key, held in part.items() if isinstance(held, PickledShards)]
-    found: dict[str, Span] = {}
+    found: dict[str, FlatSpan] = {}
     for unit in units:
         mine = {key: held for key, held in value.items() if _unit_of(key, units) is unit and not _is_flat(key, held)}
         spans = _parameters(unit, mine, known, stored.world_size)
@@ -108,7 +108,7 @@ def _unit_of(key: Any, units: list[FlatUnit]) -> FlatUnit | None:
     return max(owners, key=lambda unit: len(unit.prefix), default=None)
 
 
-def _parameters(unit: FlatUnit, values: Mapping[str, Any], known: Known, ranks: int) -> dict[str, Span]:
+def _parameters(unit: FlatUnit, values: Mapping[str, Any], known: ParameterFacts, ranks: int) -> dict[str, FlatSpan]:
     """Return the parameters of a flat parameter whose names are in the state dict; none if that is not certain."""
     shapes: dict[str, tuple[int, ...]] = {}
     seen = set()
@@ -136,12 +136,12 @@ def _may_be_part(entry: Any, unit: FlatUnit) -> bool:
     return isinstance(entry, TensorEntry) and len(entry.shape) == 1 and entry.dtype == unit.dtype
 
 
-def _fits(entry: TensorEntry, span: Span, unit: FlatUnit) -> bool:
+def _fits(entry: TensorEntry, span: FlatSpan, unit: FlatUnit) -> bool:
     """Tell whether the part of a parameter that is stored is as long as that rank's share of it."""
     return not entry.numel or _share(span, unit, _rank(entry.chunks()[0].file)) == entry.numel
 
 
-def _share(span: Span, unit: FlatUnit, rank: str) -> int:
+def _share(span: FlatSpan, unit: FlatUnit, rank: str) -> int:
     """Return how many elements of a parameter a rank holds."""
     begin, end = span.start[1], span.start[1] + span.numel
     held = [part for part in unit.ranges if _rank(part.record.file) == rank]
@@ -153,7 +153,7 @@ def _rank(file: Path) -> str:
     return match[1] if match else file.name
 
 
-def _tied(unit: FlatUnit, values: Mapping[str, Any], spans: Mapping[str, Span], known: Known) -> list[str]:
+def _tied(unit: FlatUnit, values: Mapping[str, Any], spans: Mapping[str, FlatSpan], known: ParameterFacts) -> list[str]:
     """Return the names whose stored part belongs to a parameter that has another name, too."""
     found = []
     for name, entry in values.items():

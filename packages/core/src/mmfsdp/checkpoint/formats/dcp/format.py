@@ -9,7 +9,7 @@ from typing import Any
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import Content, Source
+from mmfsdp.checkpoint.formats.common.source import Content, SourcePath
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 
@@ -59,10 +59,10 @@ class MegatronFormat(_DcpDirectory):
         "a directory of Megatron-Core's torch_dist: DCP with metadata.json, and optimizer state by other names"
     )
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return ".metadata" in source.names and "metadata.json" in source.names
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.dcp.megatron import read
 
         return read(source)
@@ -74,7 +74,7 @@ class DcpFlatFormat(_DcpDirectory):
     name = "dcp_flat"
     description = "a DCP directory of FSDP1's local state dicts: parts of flat parameters"
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.dcp.flat import read
 
         return read(source)
@@ -88,10 +88,10 @@ class DcpFormat(_DcpDirectory):
     aliases = ("sharded",)
     by_rank = True
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return ".metadata" in source.names
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.dcp.metadata import holds_flat_parameters, read_as_stored
         from mmfsdp.checkpoint.formats.dcp.rules import read_by_rules
 

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.dcp.metadata import read_as_stored, read_dcp_metadata
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside
@@ -28,7 +28,7 @@ _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.", re.ASCII)
 _COMMON = "common.pt"
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of such a directory.
 
     The weights are under ``state_dict``. ``optimizer`` has the state by names of parameters, and under ``as_stored``
@@ -92,7 +92,7 @@ def _renamed(layout: Layout) -> Layout:
     return Layout(layout.path, layout.format, layout.world_size, tensors, tree)
 
 
-def _common(source: Source, tensors: dict[str, TensorEntry]) -> Any:
+def _common(source: SourcePath, tensors: dict[str, TensorEntry]) -> Any:
     if _COMMON not in source.names:
         return None
 

@@ -24,7 +24,7 @@ from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.dcp.items import DcpItems, Location, Locations
 from mmfsdp.checkpoint.formats.dcp.names import IntegerKey, Keys, mark_integers
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor, add_whole
@@ -73,7 +73,7 @@ _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _FLAT = "_flat_param"  # the end of the name of FSDP1's flat parameters
 
 
-def read_as_stored(source: Source) -> Layout:
+def read_as_stored(source: SourcePath) -> Layout:
     """Read the layout of a DCP directory. Tensors in its files are located only when their chunks are asked for.
 
     The tensors are those that are stored, also where they are FSDP1's flat parameters.
@@ -204,7 +204,7 @@ class DcpMetadata:
     """Names of the tensors that older releases of Megatron stored flattened, in another shape than their own."""
 
 
-class _Chunk(Attributes):
+class _ChunkMetadata(Attributes):
     offsets: Any
     sizes: Any
 
@@ -224,7 +224,7 @@ class _StorageInfo(Attributes):
 # Classes with several objects per chunk.
 _MADE: Mapping[str, Callable[..., Any]] = {
     "torch.Size": itemgetter(slice(1000)),  # its sizes; they are checked when the tensor is known
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _Chunk,
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": _ChunkMetadata,
     "torch.distributed.checkpoint.metadata.MetadataIndex": _Index,
     "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
 }

@@ -15,7 +15,7 @@ from mmfsdp.basics.boxes import Bounds, EvenBoxes
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.dcp.index import FILE, FileIndex, read_index
 from mmfsdp.checkpoint.formats.dcp.items import DcpItems, Location
 from mmfsdp.checkpoint.formats.dcp.metadata import insert_value, read_value
@@ -29,7 +29,7 @@ from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 __all__ = ["read_by_rules", "rule_of"]
 
 
-def read_by_rules(source: Source) -> Layout | None:
+def read_by_rules(source: SourcePath) -> Layout | None:
     """Read the layout of a DCP directory from its first file; ``None`` if that does not describe the others.
 
     Other files are read when chunks in them are asked for.

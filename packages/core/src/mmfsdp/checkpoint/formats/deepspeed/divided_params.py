@@ -10,7 +10,7 @@ from typing import Any
 from mmfsdp.checkpoint.chunks import Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import (
-    Piece,
+    PartitionPiece,
     PieceBoxes,
     Shapes,
     by_parameter,
@@ -134,7 +134,7 @@ def _entry(
     key: str,
     dtype: str,
     shape: tuple[int, ...],
-    pieces: Sequence[Piece],
+    pieces: Sequence[PartitionPiece],
     *,
     look_up: bool,
 ) -> TensorEntry:
@@ -143,7 +143,7 @@ def _entry(
     return TensorEntry(name, dtype, shape, locate(boxes.meeting(None)) if look_up else Unlocated(boxes, locate))
 
 
-def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[Piece]]:
+def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[PartitionPiece]]:
     """Return where every parameter is, going by the file of one rank."""
     lengths = [flat.shape[0] if len(flat.shape) == 1 else 0 for flat in first.flats]
     if first.stage == 3:
@@ -246,7 +246,7 @@ def _comparable(step: Any) -> Any:
     return (step.dtype, step.record.crc32) if isinstance(step, PickledTensor) else step
 
 
-def _check_slices(files: Files, ranks: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+def _check_slices(files: Files, ranks: int, pieces: Mapping[str, Sequence[PartitionPiece]]) -> None:
     """Raise unless parameters are where each rank's file itself says, in stages 1 and 2 since DeepSpeed 0.8.
 
     Raises:

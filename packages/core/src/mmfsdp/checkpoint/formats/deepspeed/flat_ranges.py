@@ -16,14 +16,14 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, meet, rows_per_rank
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import flat_boxes
 
-__all__ = ["Piece", "PieceBoxes", "Shapes", "boxes_of", "by_parameter", "by_stretch", "even_pieces"]
+__all__ = ["PartitionPiece", "PieceBoxes", "Shapes", "boxes_of", "by_parameter", "by_stretch", "even_pieces"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The parameters of a flat tensor, in its order, and their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PartitionPiece:
     """Consecutive elements of a parameter in one rank's flat tensor."""
 
     rank: int
@@ -38,7 +38,7 @@ class Piece:
     """Element of the parameter after the last."""
 
 
-def by_stretch(flat: int, shapes: Shapes, stretch: int, paddings: Sequence[int]) -> dict[str, list[Piece]]:
+def by_stretch(flat: int, shapes: Shapes, stretch: int, paddings: Sequence[int]) -> dict[str, list[PartitionPiece]]:
     """Return where the parameters of a group are in stages 1 and 2.
 
     Args:
@@ -47,12 +47,14 @@ def by_stretch(flat: int, shapes: Shapes, stretch: int, paddings: Sequence[int])
         stretch: Elements that each rank holds of it; the last that holds any may have fewer.
         paddings: Elements between each parameter and the next.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[PartitionPiece]] = {}
     begin = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel = math.prod(shape)
         found[name] = [
-            Piece(rank, flat, start - rank * stretch, start - begin, min((rank + 1) * stretch, begin + numel) - begin)
+            PartitionPiece(
+                rank, flat, start - rank * stretch, start - begin, min((rank + 1) * stretch, begin + numel) - begin
+            )
             for rank in range(begin // max(stretch, 1), rows_per_rank(begin + numel, max(stretch, 1)))
             if (start := max(begin, rank * stretch)) < begin + numel
         ]
@@ -60,7 +62,7 @@ def by_stretch(flat: int, shapes: Shapes, stretch: int, paddings: Sequence[int])
     return found
 
 
-def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> dict[str, list[Piece]]:
+def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -> dict[str, list[PartitionPiece]]:
     """Return where the parameters are in stage 3.
 
     Args:
@@ -68,7 +70,7 @@ def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -
         lengths: Elements of each rank's flat tensors, of which there may be other numbers than of groups.
         ranks: Number of ranks.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[PartitionPiece]] = {}
     flat = at = 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         numel = math.prod(shape)
@@ -83,7 +85,7 @@ def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -
             parts.append((flat, at, done, count))
             at, done = at + count, done + count
         found[name] = [
-            Piece(rank, index, first, start, min(start + count, numel))
+            PartitionPiece(rank, index, first, start, min(start + count, numel))
             for rank in range(ranks)
             for index, first, begin, count in parts
             if (start := rank * share + begin) < numel
@@ -91,14 +93,18 @@ def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -
     return found
 
 
-def even_pieces(numel: int, ranks: int) -> list[Piece]:
+def even_pieces(numel: int, ranks: int) -> list[PartitionPiece]:
     """Return where a frozen parameter is in stage 3: each rank has its share of it in a tensor of its own."""
     share = rows_per_rank(numel, ranks)
     starts = [rank * share for rank in range(ranks)]
-    return [Piece(rank, 0, 0, start, min(start + share, numel)) for rank, start in enumerate(starts) if start < numel]
+    return [
+        PartitionPiece(rank, 0, 0, start, min(start + share, numel))
+        for rank, start in enumerate(starts)
+        if start < numel
+    ]
 
 
-def boxes_of(shape: tuple[int, ...], pieces: Sequence[Piece]) -> Iterator[tuple[Bounds, Piece, int]]:
+def boxes_of(shape: tuple[int, ...], pieces: Sequence[PartitionPiece]) -> Iterator[tuple[Bounds, PartitionPiece, int]]:
     """Yield the boxes of a parameter, with the piece that holds each and the first element of it in the flat tensor."""
     for piece in pieces:
         for start, offsets, sizes in flat_boxes(shape, piece.start, piece.stop):
@@ -111,9 +117,9 @@ class PieceBoxes:
 
     shape: tuple[int, ...]
     """Of the parameter, in elements."""
-    pieces: Sequence[Piece]
+    pieces: Sequence[PartitionPiece]
     """Where it is, in the order of its elements, all of which are in one."""
-    locate_box: Callable[[Piece, int], Any]
+    locate_box: Callable[[PartitionPiece, int], Any]
     """Returns where to look for a box that begins at an element of a piece's flat tensor."""
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, Source
+from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, SourcePath
 from mmfsdp.checkpoint.layout import Layout
 
 __all__ = ["DeepSpeedFormat", "of_deepspeed_within"]
@@ -21,12 +21,12 @@ class DeepSpeedFormat(Format):
     )
     directory = True
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         if any(name.endswith(OF_DEEPSPEED) for name in source.names):
             return True
         return any((source.path / name).is_file() for name in source.names if name in LATEST_FILES)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.deepspeed.saves import read
 
         return read(source)
@@ -37,9 +37,9 @@ def of_deepspeed_within(path: Path) -> str | None:
     if is_remote(path) or not (path / "latest").is_file():
         return None
     try:
-        names = [name for name in Source(path).names if (path / name).is_dir()]
+        names = [name for name in SourcePath(path).names if (path / name).is_dir()]
         return next(
-            (name for name in names if any(file.endswith(OF_DEEPSPEED) for file in Source(path / name).names)), None
+            (name for name in names if any(file.endswith(OF_DEEPSPEED) for file in SourcePath(path / name).names)), None
         )
     except OSError:
         return None

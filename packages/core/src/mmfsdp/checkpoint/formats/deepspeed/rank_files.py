@@ -12,7 +12,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk
-from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import Piece, Shapes
+from mmfsdp.checkpoint.formats.deepspeed.flat_ranges import PartitionPiece, Shapes
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, read_tree
 from mmfsdp.checkpoint.integrity import add_rank_file, inside
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, integers
@@ -225,7 +225,7 @@ class Files:
                     file=str(extra[0]),
                 )
 
-    def locate_box(self, key: str, piece: Piece, at: int) -> FlatLocation:
+    def locate_box(self, key: str, piece: PartitionPiece, at: int) -> FlatLocation:
         """Return where a box is that begins at an element of a flat tensor."""
         files = self.models if key.startswith("frozen/") else self.states
         return FlatLocation(str(files[piece.rank]), piece.rank, piece.flat, at)

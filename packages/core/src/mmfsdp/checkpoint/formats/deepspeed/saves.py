@@ -18,7 +18,7 @@ from typing import Any
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, Source
+from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, SourcePath
 from mmfsdp.checkpoint.formats.deepspeed.divided_params import FrozenParams, ShardedParams
 from mmfsdp.checkpoint.formats.deepspeed.pipeline_stages import StagedParams, layers_of, stages_of
 from mmfsdp.checkpoint.formats.deepspeed.rank_files import Files
@@ -54,7 +54,7 @@ _COUNTERS |= {
 _COUNTERS |= {"universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"}
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a checkpoint of DeepSpeed: the directory of its files, or that of the file ``latest``.
 
     Raises:
@@ -76,7 +76,7 @@ def read(source: Source) -> Layout:
         ) from error
 
 
-def _layout(stages: Sequence[Files], source: Source) -> Layout:
+def _layout(stages: Sequence[Files], source: SourcePath) -> Layout:
     files = stages[0]
     model = files.model()
     tensors: dict[str, TensorEntry] = {}
@@ -112,7 +112,7 @@ def _layout(stages: Sequence[Files], source: Source) -> Layout:
     return Layout(files.folder, _OWN, params.ranks if params else 1, tensors, {**tree, **_bound("", rest, tensors)})
 
 
-def _params(files: Files, source: Source) -> ShardedParams | UniversalParams:
+def _params(files: Files, source: SourcePath) -> ShardedParams | UniversalParams:
     if files.is_universal:
         return UniversalParams(files, trust=source.trust)
     return ShardedParams(files, look_up=source.look_up)

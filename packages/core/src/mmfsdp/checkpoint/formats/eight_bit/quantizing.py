@@ -68,8 +68,8 @@ def quantized(
     def pair(name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
         chunks = entry.chunks()
         blocks = tuple(-(-size // _SIDE) for size in entry.shape)
-        codes = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), functools.partial(count, name))
-        return codes, _Scales(name + SCALE, "float32", blocks, chunks, (entry,))
+        codes = _BlockCodes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), functools.partial(count, name))
+        return codes, _BlockScales(name + SCALE, "float32", blocks, chunks, (entry,))
 
     return replaced(tensors, SCALE, pair)
 
@@ -244,7 +244,7 @@ class ScaledCodes(ComputedEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes(ScaledCodes):
+class _BlockCodes(ScaledCodes):
     """The quantised weight; a block has one scale."""
 
     def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -258,7 +258,7 @@ class _Codes(ScaledCodes):
 
 
 @dataclass(frozen=True, slots=True)
-class _Scales(ComputedEntry):
+class _BlockScales(ComputedEntry):
     """The scales of its blocks."""
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:

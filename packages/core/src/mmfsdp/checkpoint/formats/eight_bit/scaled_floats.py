@@ -52,8 +52,8 @@ def quantized(
     by_row = STRATEGIES[kind] == "channel"
 
     def pair(name: str, entry: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
-        scales, chunks = _Scales(entry, by_row), entry.chunks()
-        codes = _Codes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name), scales=scales)
+        scales, chunks = _RowScales(entry, by_row), entry.chunks()
+        codes = _RowCodes(name, "float8_e4m3fn", entry.shape, chunks, (entry,), partial(count, name), scales=scales)
         shape = (entry.shape[0], 1) if by_row else (1,)
         return codes, _ScaleEntry(name + SCALE, scales.dtype, shape, chunks, (entry,), scales=scales)
 
@@ -87,7 +87,7 @@ def quantization_config(names: Mapping[str, TensorEntry], kind: str) -> dict[str
     }
 
 
-class _Scales:
+class _RowScales:
     """The scales of one matrix, computed when they are asked for first; threads may share them.
 
     They have the matrix's dtype, because transformers rounds them to it. They are rounded up, so that no code is too
@@ -127,10 +127,10 @@ class _Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes(ScaledCodes):
+class _RowCodes(ScaledCodes):
     """The quantised weight; a row has one scale, or all of it."""
 
-    scales: _Scales = field(kw_only=True, compare=False)
+    scales: _RowScales = field(kw_only=True, compare=False)
 
     def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         scales, row = self.scales.of(files), 0
@@ -143,7 +143,7 @@ class _Codes(ScaledCodes):
 class _ScaleEntry(ComputedEntry):
     """Its scales."""
 
-    scales: _Scales = field(kw_only=True, compare=False)
+    scales: _RowScales = field(kw_only=True, compare=False)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
         found = self.scales.of(files)

@@ -23,8 +23,8 @@ from mmfsdp.errors import CorruptCheckpointError
 __all__ = [
     "FLAT",
     "FlatRange",
+    "FlatSpan",
     "FlatUnit",
-    "Span",
     "entry_of_ranges",
     "flat_boxes",
     "flat_unit",
@@ -51,7 +51,7 @@ class FlatRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FlatSpan:
     """The elements of a flat parameter that make up one parameter."""
 
     dtype: str
@@ -108,7 +108,9 @@ def flat_unit(key: str, shards: Sequence[PickledShards], files: Sequence[Path]) 
     return FlatUnit(key.removesuffix(FLAT), shards[0].dtype, tuple(ranges))
 
 
-def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[PickledTensor | None]]) -> dict[str, Span]:
+def spans_of_views(
+    units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[PickledTensor | None]]
+) -> dict[str, FlatSpan]:
     """Find the parameters whose pieces are views of a flat parameter (``use_orig_params=True``).
 
     Returns:
@@ -139,13 +141,13 @@ def spans_of_views(units: Sequence[FlatUnit], pieces: Mapping[str, Sequence[Pick
         if unit is not None:
             begin = found[0].start
             ranges = tuple(FlatRange(r.start - begin, r.stop - begin, r.offset, r.record) for r in found)
-            spans[name] = Span(unit.dtype, ranges[-1].stop, ranges, (unit.prefix, begin))
+            spans[name] = FlatSpan(unit.dtype, ranges[-1].stop, ranges, (unit.prefix, begin))
     return spans
 
 
 def spans_in_order(
     unit: FlatUnit, shapes: Mapping[str, tuple[int, ...]], *, aligned: bool = False, ranks: int = 1
-) -> dict[str, Span] | None:
+) -> dict[str, FlatSpan] | None:
     """Divide a flat parameter into parameters that follow each other.
 
     Args:
@@ -168,7 +170,7 @@ def spans_in_order(
     return spans if unit.numel in (end, padded) else None
 
 
-def _span(unit: FlatUnit, begin: int, end: int) -> Span:
+def _span(unit: FlatUnit, begin: int, end: int) -> FlatSpan:
     ranges = tuple(
         FlatRange(
             max(held.start, begin) - begin,
@@ -179,7 +181,7 @@ def _span(unit: FlatUnit, begin: int, end: int) -> Span:
         for held in unit.ranges
         if max(held.start, begin) < min(held.stop, end)
     )
-    return Span(unit.dtype, end - begin, ranges, (unit.prefix, begin))
+    return FlatSpan(unit.dtype, end - begin, ranges, (unit.prefix, begin))
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -16,8 +16,8 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import (
     FLAT,
     FlatRange,
+    FlatSpan,
     FlatUnit,
-    Span,
     entry_of_ranges,
     flat_unit,
     spans_in_order,
@@ -27,14 +27,14 @@ from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, Pickl
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = ["Known", "in_model_order", "known_shapes", "resolve_section"]
+__all__ = ["ParameterFacts", "in_model_order", "known_shapes", "resolve_section"]
 
 _SORTED = ("huggingface", "safetensors", "safetensors_index", "safetensors_ranks")
 _ENOUGH = 5  # neighbours in the order of the alphabet, and none against it, are no chance
 
 
 @dataclass(frozen=True)
-class Known:
+class ParameterFacts:
     """Facts about parameters that come from outside of the state dict."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -47,7 +47,7 @@ class Known:
     """Whether the reference has its names in the order of the model."""
 
 
-def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
+def known_shapes(optimizer: Any, reference: Layout | None) -> ParameterFacts:
     """Collect what an optimizer's state and a reference say about parameters."""
     shapes: dict[str, tuple[int, ...]] = {}
     groups: dict[str, None] = {}
@@ -64,14 +64,14 @@ def known_shapes(optimizer: Any, reference: Layout | None) -> Known:
     if reference is not None:
         key = next((key for key in ("state_dict", "model") if reference.tensors_below(key)), None)
         found = dict(reference.tensors) if reference.is_flat or key is None else reference.tensors_below(key)
-    return Known(shapes, tuple(groups), found, reference is not None and in_model_order(reference, found))
+    return ParameterFacts(shapes, tuple(groups), found, reference is not None and in_model_order(reference, found))
 
 
 def resolve_section(
     parts: Sequence[Mapping[Any, Any]],
     files: Sequence[Path],
-    known: Known,
-    found: Mapping[str, Span] = MappingProxyType({}),
+    known: ParameterFacts,
+    found: Mapping[str, FlatSpan] = MappingProxyType({}),
 ) -> dict[Any, Any]:
     """Return a state dict with whole tensors: a ``TensorEntry`` for each parameter that was in parts.
 
@@ -140,7 +140,7 @@ def _optimizers(value: Any) -> Iterator[dict[str, Any]]:
             yield state
 
 
-def _shape(name: str, known: Known) -> tuple[int, ...] | None:
+def _shape(name: str, known: ParameterFacts) -> tuple[int, ...] | None:
     """Return the shape of a parameter; weights averaged by MMEngine have ``module.`` before their names."""
     for spelling in (name, name.removeprefix(WRAPPER_PREFIX)):
         if spelling in known.reference:
@@ -150,17 +150,20 @@ def _shape(name: str, known: Known) -> tuple[int, ...] | None:
     return None
 
 
-def _shapes_of_spans(spans: Mapping[str, Span], known: Known) -> dict[str, tuple[int, ...]]:
+def _shapes_of_spans(spans: Mapping[str, FlatSpan], known: ParameterFacts) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters, those of tied names included."""
     shapes = {span.start: shape for name, span in spans.items() if (shape := _shape(name, known)) is not None}
     return {name: shapes[span.start] for name, span in spans.items() if span.start in shapes}
 
 
 def _spans_of_copies(
-    pieces: Mapping[str, list[PickledTensor | None]], spans: Mapping[str, Span], known: Known, prefixes: list[str]
-) -> dict[str, Span]:
+    pieces: Mapping[str, list[PickledTensor | None]],
+    spans: Mapping[str, FlatSpan],
+    known: ParameterFacts,
+    prefixes: list[str],
+) -> dict[str, FlatSpan]:
     """Find parameters whose pieces were copied before they were saved, and so are not views any more."""
-    found: dict[str, Span] = {}
+    found: dict[str, FlatSpan] = {}
     for name, parts in pieces.items():
         shape = _shape(name, known)
         held = [part for part in parts if part is not None and len(part.shape) == 1]
@@ -173,11 +176,11 @@ def _spans_of_copies(
         for part in held:
             ranges.append(FlatRange(begin, begin + part.shape[0], part.offset, part.record))
             begin = ranges[-1].stop
-        found[name] = Span(held[0].dtype, begin, tuple(ranges), (max(owners, key=len), -1 - len(found)))
+        found[name] = FlatSpan(held[0].dtype, begin, tuple(ranges), (max(owners, key=len), -1 - len(found)))
     return found
 
 
-def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) -> dict[str, Span] | None:
+def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: ParameterFacts) -> dict[str, FlatSpan] | None:
     prefixes = [other.prefix for other in units if len(other.prefix) > len(unit.prefix)]
     orders = [known.groups]
     if known.ordered:
@@ -194,7 +197,7 @@ def _cut(unit: FlatUnit, units: list[FlatUnit], plain: list[str], known: Known) 
     return None
 
 
-def _entry(name: str, span: Span, shape: tuple[int, ...], known: Known, file: Path) -> TensorEntry:
+def _entry(name: str, span: FlatSpan, shape: tuple[int, ...], known: ParameterFacts, file: Path) -> TensorEntry:
     if math.prod(shape) != span.numel:
         raise CorruptCheckpointError(
             f"Parameter {name!r} has {span.numel} elements in {file.parent.name} (expected {math.prod(shape)}, as its "
@@ -204,7 +207,7 @@ def _entry(name: str, span: Span, shape: tuple[int, ...], known: Known, file: Pa
     return entry_of_ranges(name, span.dtype, shape, span.ranges, _memory_order(name, known))
 
 
-def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
+def _memory_order(name: str, known: ParameterFacts) -> tuple[int, ...] | None:
     """Return the dimensions of a parameter from the slowest to the fastest, where the reference says so.
 
     FSDP flattens weights in channels-last format as they lie in memory. It cannot save optimizer state of them, so
@@ -222,7 +225,7 @@ def _memory_order(name: str, known: Known) -> tuple[int, ...] | None:
     return order
 
 
-def _aliases(result: Mapping[str, Any], known: Known) -> dict[str, TensorEntry]:
+def _aliases(result: Mapping[str, Any], known: ParameterFacts) -> dict[str, TensorEntry]:
     """Return the names of the reference that are tied to a parameter and have no key here."""
     by_source = {entry.chunks(): name for name, entry in known.reference.items() if entry.chunks() and name in result}
     aliases = {}

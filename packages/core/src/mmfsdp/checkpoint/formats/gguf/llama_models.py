@@ -166,7 +166,7 @@ class GgufModel:
                 notes.append(f"{name_list(short, 4)} stay float16: their rows are no multiple of {WIDTH}")
         types = Counter(type_of(entry) for entry in made.values() if len(entry.shape) > 1)
         if (factors := self._frequencies) is not None:
-            made["rope_freqs.weight"] = _Given.of("rope_freqs.weight", factors)
+            made["rope_freqs.weight"] = _ConstantVector.of("rope_freqs.weight", factors)
         keys = {**self._keys(), "general.file_type": number(_FILE_TYPES[types.most_common(1)[0][0]])}
         keys["general.quantization_version"] = number(2)
         tokenizer, why = self._tokenizer()
@@ -365,13 +365,13 @@ def _rotated(entry: TensorEntry, heads: int) -> TensorEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given(ComputedEntry):
+class _ConstantVector(ComputedEntry):
     """A vector of float32 that is given."""
 
     data: bytes
 
     @classmethod
-    def of(cls, name: str, data: bytes) -> _Given:
+    def of(cls, name: str, data: bytes) -> _ConstantVector:
         return cls(name, "float32", (len(data) // 4,), (), (), data=data)
 
     @property

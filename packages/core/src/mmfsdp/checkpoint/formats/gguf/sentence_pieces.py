@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Piece", "read_pieces"]
+__all__ = ["SentencePiece", "read_pieces"]
 
 _LIMIT = 200_000_000  # bytes
 # Numbers of fields: of the model, of its trainer_spec, and of a piece.
@@ -21,7 +21,7 @@ _TEXT, _SCORE, _KIND = 1, 2, 3
 _BPE = 2
 
 
-class Piece(NamedTuple):
+class SentencePiece(NamedTuple):
     """A token."""
 
     text: str
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     """1: normal, 2: unknown, 3: control, 4: of the user, 5: unused, 6: a byte."""
 
 
-def read_pieces(path: Path) -> list[Piece] | None:
+def read_pieces(path: Path) -> list[SentencePiece] | None:
     """Return the tokens of a model that merges pairs, in order; ``None`` if the file is not such a model."""
     if not path.is_file() or path.stat().st_size > _LIMIT:
         return None
@@ -43,7 +43,7 @@ def read_pieces(path: Path) -> list[Piece] | None:
                 found = dict(_fields(value))
                 text, score = bytes(found[_TEXT]).decode(), found.get(_SCORE, b"\0\0\0\0")
                 own = found.get(_KIND, 1)
-                pieces.append(Piece(text, struct.unpack("<f", score)[0], int(own)))  # type: ignore[arg-type]
+                pieces.append(SentencePiece(text, struct.unpack("<f", score)[0], int(own)))  # type: ignore[arg-type]
             elif number == _TRAINER and isinstance(value, bytes):
                 kind = int(dict(_fields(value)).get(_MODEL_TYPE, 1))
     except (IndexError, KeyError, ValueError, TypeError, struct.error):  # something else under this name

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfsdp.checkpoint.formats.gguf.gguf_files import flag, number, numbers, reals, text, texts
-from mmfsdp.checkpoint.formats.gguf.sentence_pieces import Piece, read_pieces
+from mmfsdp.checkpoint.formats.gguf.sentence_pieces import SentencePiece, read_pieces
 from mmfsdp.errors import ConfigError
 
 __all__ = ["FILE", "translated"]
@@ -126,7 +126,7 @@ def _of_bpe(
 
 
 def _of_pieces(
-    pieces: Sequence[Piece], settings: Mapping[str, Any], listed: Mapping[str, int], rows: int, path: Path
+    pieces: Sequence[SentencePiece], settings: Mapping[str, Any], listed: Mapping[str, int], rows: int, path: Path
 ) -> dict[str, bytes]:
     names = {
         token_id: (token, score, _NORMAL if kind == _USER_DEFINED else kind)

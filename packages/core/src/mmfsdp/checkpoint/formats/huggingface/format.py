@@ -9,7 +9,14 @@ from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import present
 from mmfsdp.checkpoint.formats.common.format import Format, Made, ModelForm, TensorFormat
-from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, MODEL_FILES, TORCH_FILE, Content, Source, all_parts
+from mmfsdp.checkpoint.formats.common.source import (
+    INDEX_SUFFIX,
+    MODEL_FILES,
+    TORCH_FILE,
+    Content,
+    SourcePath,
+    all_parts,
+)
 from mmfsdp.checkpoint.formats.deepspeed.format import of_deepspeed_within
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
@@ -104,10 +111,10 @@ class HuggingFaceFormat(_ModelDirectory, TensorFormat):
     divides = True
     like = "Hugging Face folder"
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return "config.json" in source.names and not {*MODEL_FILES}.isdisjoint(source.names)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.huggingface.shard_indexes import read_folder
 
         return read_folder(source)
@@ -130,12 +137,12 @@ class SafetensorsIndexFormat(_ModelDirectory, TensorFormat):
     description = "a directory of safetensors files with their index and a manifest"
     divides = True
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         if source.head.lstrip().startswith(b"{") or any(name.endswith(INDEX_SUFFIX) for name in source.names):
             return True
         return bool(all_parts(source.names, ".safetensors"))  # whose index was lost
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.huggingface.shard_indexes import read
 
         return read(source)
@@ -152,12 +159,12 @@ class TorchIndexFormat(_ModelDirectory):
     name = "torch_index"
     description = "a directory of torch.save files of Hugging Face: pytorch_model.bin, or several and their index"
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in source.names):
             return False
         return TORCH_FILE in source.names or bool(all_parts(source.names, ".bin"))
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.huggingface.shard_indexes import read_torch
 
         return read_torch(source)

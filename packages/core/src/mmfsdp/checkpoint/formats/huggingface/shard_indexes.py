@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.formats.common.source import (
     MODEL_FILES,
     TORCH_FILE,
     Content,
-    Source,
+    SourcePath,
     all_parts,
     is_legacy_torch,
     is_zip,
@@ -34,7 +34,7 @@ _LIMIT = 200_000_000  # bytes; a million tensors take about half of it
 _DEFAULT_SHARD = 5 * 1000**3  # bytes, as transformers' save_pretrained
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of files with an index; unless the format was chosen, they may be files of ``torch.save``.
 
     Raises:
@@ -44,37 +44,39 @@ def read(source: Source) -> Layout:
         UnsafePickleError: A file names something that is not on the list of safe names.
     """
     if parts := _without_index(source, ".safetensors"):
-        return _joined(source.path, "safetensors_index", {file: safetensors_files.read(Source(file)) for file in parts})
+        return _joined(
+            source.path, "safetensors_index", {file: safetensors_files.read(SourcePath(file)) for file in parts}
+        )
     files = _read_index(_index(source, ".safetensors"))
     first = next(iter(files.values()), None)
     if not source.chosen and (first is None or not _is_safetensors(first)):
         return _read_torch(source, files)
-    held = {file: safetensors_files.read(Source(file)) for file in dict.fromkeys(files.values())}
+    held = {file: safetensors_files.read(SourcePath(file)) for file in dict.fromkeys(files.values())}
     return _combined(source.path, "safetensors_index", files, held)
 
 
 def _is_safetensors(file: Path) -> bool:
     """Tell whether a file is one by its content, or by its name, so that damage is reported as damage."""
-    return file.name.endswith(".safetensors") or looks_like_safetensors(Source(file).head)
+    return file.name.endswith(".safetensors") or looks_like_safetensors(SourcePath(file).head)
 
 
-def read_torch(source: Source) -> Layout:
+def read_torch(source: SourcePath) -> Layout:
     """Read the layout of one file of ``torch.save``, or of several with an index; errors as for `read`."""
     path = source.path
     if TORCH_FILE in source.names and TORCH_FILE + INDEX_SUFFIX not in source.names:
-        layout = _torch_file(Source(inside(path, TORCH_FILE, path), source.trust))
+        layout = _torch_file(SourcePath(inside(path, TORCH_FILE, path), source.trust))
         return replace(layout, path=path, format="torch_index")
     if parts := _without_index(source, ".bin"):
-        return _joined(path, "torch_index", {file: _torch_file(Source(file, source.trust)) for file in parts})
+        return _joined(path, "torch_index", {file: _torch_file(SourcePath(file, source.trust)) for file in parts})
     return _read_torch(source, _read_index(_index(source, ".bin")))
 
 
-def _read_torch(source: Source, files: Mapping[str, Path]) -> Layout:
-    held = {file: _torch_file(Source(file, source.trust)) for file in dict.fromkeys(files.values())}
+def _read_torch(source: SourcePath, files: Mapping[str, Path]) -> Layout:
+    held = {file: _torch_file(SourcePath(file, source.trust)) for file in dict.fromkeys(files.values())}
     return _combined(source.path, "torch_index", files, held)
 
 
-def _torch_file(source: Source) -> Layout:
+def _torch_file(source: SourcePath) -> Layout:
     from mmfsdp.checkpoint.formats.torch_files import torch_legacy, torch_zip  # which safetensors files do without
 
     if is_zip(source.head):
@@ -88,7 +90,7 @@ def _torch_file(source: Source) -> Layout:
     )
 
 
-def _index(source: Source, suffix: str) -> Path:
+def _index(source: SourcePath, suffix: str) -> Path:
     path = source.path
     if path.is_file():
         return path
@@ -158,7 +160,7 @@ def _combined(path: Path, kind: str, files: Mapping[str, Path], held: Mapping[Pa
     return Layout(path, kind, 1, tensors, tree, notes=tuple(_copy_notes(copies)))
 
 
-def _without_index(source: Source, suffix: str) -> list[Path]:
+def _without_index(source: SourcePath, suffix: str) -> list[Path]:
     """Return the files of a model whose index was lost, if their names say that all are there."""
     if any(name.endswith(INDEX_SUFFIX) for name in source.names):
         return []
@@ -222,7 +224,7 @@ def _divided(tensors: Mapping[str, TensorEntry], max_shard_size: int, stem: str)
     return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def read_folder(source: Source) -> Layout:
+def read_folder(source: SourcePath) -> Layout:
     """Read the layout of a folder's weights; errors as for the formats of its files.
 
     Other safetensors files in the folder are ignored, as both libraries ignore them.
@@ -234,7 +236,7 @@ def read_folder(source: Source) -> Layout:
     name = next((name for name in MODEL_FILES if name in source.names), None)
     if name is None:
         raise CheckpointNotFoundError(f"{path.name} holds neither {MODEL_FILES[0]} nor its index.", file=str(path))
-    file = Source(inside(path, name, path), source.trust)
+    file = SourcePath(inside(path, name, path), source.trust)
     layout = read(file) if name.endswith(INDEX_SUFFIX) else safetensors_files.read(file)
     known = layout.format in ("safetensors", "safetensors_index")
     return replace(layout, path=path, format="huggingface" if known else layout.format)

@@ -21,7 +21,7 @@ from mmfsdp.basics.boxes import Bounds
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import HeldShard, Mesh, boxes_of, shard_of
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
@@ -149,7 +149,7 @@ class FilesOfRanks:
         return held.local.chunk(shard.box[0])
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a directory of such files.
 
     Raises:
@@ -190,12 +190,12 @@ def _first_name(files: Mapping[int, Path]) -> str:
     return min(files.items())[1].name
 
 
-def read_files(source: Source, files: Mapping[int, Path], *, whole: bool = False) -> Layout:
+def read_files(source: SourcePath, files: Mapping[int, Path], *, whole: bool = False) -> Layout:
     """Read the layout of files of one kind, given by rank; see `read`. ``whole``: one rank wrote them."""
     return _layout(source, {None: FilesOfRanks(files, source.trust)}, whole=whole)
 
 
-def _layout(source: Source, kinds: Mapping[str | None, FilesOfRanks], *, whole: bool) -> Layout:
+def _layout(source: SourcePath, kinds: Mapping[str | None, FilesOfRanks], *, whole: bool) -> Layout:
     """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint.
 
     One rank needs no DTensors: what FSDP1 saves then is whole.

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source, is_of_fairscale
+from mmfsdp.checkpoint.formats.common.source import SourcePath, is_of_fairscale
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FlatRange, FlatUnit, entry_of_ranges, spans_in_order
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor, add_whole, read_tree
@@ -38,7 +38,7 @@ _NAME = re.compile(r".*?(\d{1,9})\.(?:pt|pth|bin|torch)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _FairscaleFile:
     """The file of a rank, as read."""
 
     path: Path
@@ -51,7 +51,7 @@ class _Rank:
     """Content beside the weights."""
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of such a directory.
 
     The weights are under ``state_dict``. What lies beside them is rank 0's, or a list by rank if it holds tensors, such
@@ -84,7 +84,7 @@ def read(source: Source) -> Layout:
         ) from error
 
 
-def _layout(source: Source, ranks: Sequence[_Rank]) -> Layout:
+def _layout(source: SourcePath, ranks: Sequence[_FairscaleFile]) -> Layout:
     first = ranks[0]
     for rank in ranks[1:]:
         check_same_save(first.path, first.rest, rank.path, rank.rest)
@@ -112,7 +112,7 @@ def _layout(source: Source, ranks: Sequence[_Rank]) -> Layout:
     return Layout(source.path, "fairscale", len(ranks), tensors, {"state_dict": weights, **_rest(ranks, tensors)})
 
 
-def _rank(path: Path, trust: bool) -> _Rank:
+def _rank(path: Path, trust: bool) -> _FairscaleFile:
     tree = read_tree(path, trust=trust)
     held = {key: value for key, value in tree.items() if isinstance(value, dict)} if isinstance(tree, dict) else {}
     found = [key for key, value in held.items() if is_of_fairscale(value)]
@@ -133,14 +133,14 @@ def _rank(path: Path, trust: bool) -> _Rank:
             file=str(path),
         )
     rest = {key: value for key, value in tree.items() if key not in (found[0], keys[0])}
-    return _Rank(path, held[keys[0]], units, buffers, rest)
+    return _FairscaleFile(path, held[keys[0]], units, buffers, rest)
 
 
 def _joined(unit: Mapping[str, Any], name: str) -> str:
     return f"{unit['fsdp_path']}.{name}" if unit["fsdp_path"] else name
 
 
-def _parameters(index: int, unit: Mapping[str, Any], ranks: Sequence[_Rank]) -> dict[str, TensorEntry]:
+def _parameters(index: int, unit: Mapping[str, Any], ranks: Sequence[_FairscaleFile]) -> dict[str, TensorEntry]:
     """Return the parameters of a unit by name."""
     first = ranks[0]
     if unit["no_broadcast_optim_state"] and len(ranks) > 1:
@@ -176,7 +176,7 @@ def _parameters(index: int, unit: Mapping[str, Any], ranks: Sequence[_Rank]) -> 
     return entries
 
 
-def _part(key: str, index: int, held: str, rank: _Rank, first: _Rank) -> tuple[PickledTensor, int]:
+def _part(key: str, index: int, held: str, rank: _FairscaleFile, first: _FairscaleFile) -> tuple[PickledTensor, int]:
     """Return a rank's part of a flat parameter, and its length without padding."""
     part, like = rank.weights.get(key), first.weights[key]
     padding = _padding(index, held, rank, first)
@@ -196,7 +196,7 @@ def _part(key: str, index: int, held: str, rank: _Rank, first: _Rank) -> tuple[P
     return part, part.shape[0] - padding
 
 
-def _padding(index: int, held: str, rank: _Rank, first: _Rank) -> int | None:
+def _padding(index: int, held: str, rank: _FairscaleFile, first: _FairscaleFile) -> int | None:
     """Return the elements that pad a rank's part; ``None`` if its metadata is not that of the first."""
     if len(rank.units) != len(first.units) or held not in rank.units[index]["params"]:
         return None
@@ -212,7 +212,7 @@ def _missing(first: Path, ranks: Sequence[int]) -> IncompleteCheckpointError:
     return IncompleteCheckpointError(f"{missing(names)}.", file=str(first.with_name(names[0])))
 
 
-def _rest(ranks: Sequence[_Rank], tensors: dict[str, TensorEntry]) -> dict[Any, Any]:
+def _rest(ranks: Sequence[_FairscaleFile], tensors: dict[str, TensorEntry]) -> dict[Any, Any]:
     """Return what lies beside the weights: rank 0's, or a list by rank if there are tensors in it."""
     content: dict[Any, Any] = {}
     for key, value in ranks[0].rest.items():

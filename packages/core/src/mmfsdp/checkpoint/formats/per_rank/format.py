@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import RANK_FILE, Content, Source
+from mmfsdp.checkpoint.formats.common.source import RANK_FILE, Content, SourcePath
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = [
@@ -27,7 +27,7 @@ class RankLocalFormat(Format):
     file_names = RANK_FILE
     by_rank = True
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.per_rank.rank_local import read
 
         return read(source)
@@ -51,7 +51,7 @@ class DTensorRanksFormat(Format):
     directory = True
     file_names = re.compile(r".*rank[_-]?\d{1,9}\.(pt|pth|bin)", re.ASCII)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.per_rank.dtensor_ranks import read
 
         return read(source)
@@ -65,7 +65,7 @@ class TorchCheckpointingFormat(Format):
     directory = True
     file_names = re.compile(r".+_0\.pt", re.ASCII)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.per_rank.torch_checkpointing import read
 
         return read(source)
@@ -78,7 +78,7 @@ class MMEngineLocalFormat(Format):
     description = "a directory with a file of torch.save per rank from FSDP1, as stock MMEngine 0.8 to 0.10 saves it"
     directory = True
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.per_rank.mmengine_local import read
 
         return read(source)
@@ -92,7 +92,7 @@ class FairscaleFormat(Format):
     directory = True
     file_names = re.compile(r".*shard[_-]?\d{1,9}\.(pt|pth|bin|torch)|.+[_-]\d{1,9}\.torch", re.ASCII)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.per_rank.fairscale import read
 
         return read(source)

@@ -19,9 +19,9 @@ from typing import Any
 from mmfsdp.basics.text import clean_fqn, missing
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import RANK_FILE, Source
+from mmfsdp.checkpoint.formats.common.source import RANK_FILE, SourcePath
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT
-from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import Known, known_shapes, resolve_section
+from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import ParameterFacts, known_shapes, resolve_section
 from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
@@ -97,18 +97,18 @@ def _found(directory: Path) -> dict[int, Path]:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _LocalFile:
     path: Path
     tree: dict[Any, Any]
     shards: Mapping[str, PickledShards]  # by path in the tree
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a ``local`` checkpoint of stock MMEngine; errors as for `read_stock_files`."""
     return read_stock_files(RankFiles(source.path, trust=source.trust), source)
 
 
-def read_stock_files(files: RankFiles, source: Source) -> Layout:
+def read_stock_files(files: RankFiles, source: SourcePath) -> Layout:
     """Read the layout of rank files by stock MMEngine, or of other state dicts that ranks saved from FSDP1.
 
     Args:
@@ -151,7 +151,7 @@ def read_stock_files(files: RankFiles, source: Source) -> Layout:
     return Layout(files.directory, "mmengine_local", len(ranks), tensors, bound)
 
 
-def _read_ranks(files: RankFiles) -> list[_Rank]:
+def _read_ranks(files: RankFiles) -> list[_LocalFile]:
     directory, present = files.directory, files.paths
     ranks = []
     world_size = None
@@ -180,21 +180,23 @@ def _read_ranks(files: RankFiles) -> list[_Rank]:
     return ranks
 
 
-def _rank(path: Path, tree: Any, files: RankFiles) -> _Rank:
+def _rank(path: Path, tree: Any, files: RankFiles) -> _LocalFile:
     if not isinstance(tree, dict) or (
         files.of_mmengine and ("mmfsdp" in tree or not isinstance(tree.get("state_dict"), dict))
     ):
         raise FormatError(
             f"{path.name} is not a rank file of stock MMEngine, though others of its directory are.", file=str(path)
         )
-    return _Rank(path, tree, dict(find_leaves(tree, PickledShards)))
+    return _LocalFile(path, tree, dict(find_leaves(tree, PickledShards)))
 
 
 def _is_section(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(key, str) and key.endswith(FLAT) for key in value)
 
 
-def _resolved(key: Any, value: dict[Any, Any], parts: list[Any], ranks: list[_Rank], known: Known) -> dict[Any, Any]:
+def _resolved(
+    key: Any, value: dict[Any, Any], parts: list[Any], ranks: list[_LocalFile], known: ParameterFacts
+) -> dict[Any, Any]:
     """Return a state dict of the model, of which each rank has a part, with its flat parameters taken apart."""
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, dict) or {*part} != {*value}:
@@ -211,7 +213,7 @@ def _resolved(key: Any, value: dict[Any, Any], parts: list[Any], ranks: list[_Ra
     return result
 
 
-def _sharded(name: str, ranks: list[_Rank]) -> TensorEntry:
+def _sharded(name: str, ranks: list[_LocalFile]) -> TensorEntry:
     """Put a tensor together that is stored in shards of its true shape."""
     first: PickledShards | None = None
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}

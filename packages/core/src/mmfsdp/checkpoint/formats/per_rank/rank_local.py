@@ -25,7 +25,7 @@ from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content, Source
+from mmfsdp.checkpoint.formats.common.source import Content, SourcePath
 from mmfsdp.checkpoint.formats.per_rank.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.per_rank.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
@@ -100,7 +100,7 @@ class _RankItems:
         return self._known[rank]
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a directory of rank files; unless the format was chosen, stock MMEngine may have written it.
 
     Raises:

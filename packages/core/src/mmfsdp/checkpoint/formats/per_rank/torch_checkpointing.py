@@ -16,7 +16,7 @@ from typing import Any
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.per_rank.dtensor_ranks import FileOfRank, FilesOfRanks, own_content, shared_content
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledTensor
 from mmfsdp.checkpoint.integrity import inside
@@ -47,7 +47,7 @@ class _Metadata:
     """For each item that can be resharded, rank to file."""
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of such a directory.
 
     An item whose files differ, and hold no DTensor, is each rank's own: a list by rank.
@@ -79,7 +79,7 @@ def read(source: Source) -> Layout:
     return Layout(source.path, "torch_checkpointing", metadata.ranks or ranks, tensors, content)
 
 
-def _metadata(source: Source) -> _Metadata:
+def _metadata(source: SourcePath) -> _Metadata:
     if _METADATA not in source.names:
         return _Metadata()
     path = inside(source.path, _METADATA, source.path)
@@ -124,7 +124,7 @@ def _files(path: Path, item: str, held: Any, ranks: int) -> dict[int, str]:
     return found
 
 
-def _items(source: Source, metadata: _Metadata) -> dict[str, dict[int, Path]]:
+def _items(source: SourcePath, metadata: _Metadata) -> dict[str, dict[int, Path]]:
     """Return rank to file of each item."""
     items: dict[str, dict[int, Path]] = {}
     for name in source.names:

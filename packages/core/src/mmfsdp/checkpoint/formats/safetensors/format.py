@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mmfsdp.checkpoint.formats.common.format import Format, TensorFormat
-from mmfsdp.checkpoint.formats.common.source import Content, Source, looks_like_safetensors
+from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, looks_like_safetensors
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["SafetensorsFormat", "SafetensorsRanksFormat"]
@@ -18,10 +18,10 @@ class SafetensorsFormat(TensorFormat):
     description = "a safetensors file"
     suffixes = (".safetensors",)
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return looks_like_safetensors(source.head)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.safetensors.safetensors_files import read
 
         return read(source)
@@ -40,7 +40,7 @@ class SafetensorsRanksFormat(Format):
     directory = True
     file_names = re.compile(r".*\.safetensors", re.DOTALL)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.safetensors.safetensors_files import read_ranks
 
         return read_ranks(source)

@@ -24,7 +24,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import PART_FILE, Content, Source, one_of_many, part_names
+from mmfsdp.checkpoint.formats.common.source import PART_FILE, Content, SourcePath, one_of_many, part_names
 from mmfsdp.checkpoint.integrity import inside, parse_json
 from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
@@ -48,7 +48,7 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _VALUES = 2_000_000  # in a header: 400,000 matrices; a value takes up to 200 bytes of memory
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a safetensors file.
 
     Raises:
@@ -237,7 +237,7 @@ _MAX_FILES = 1_000_000
 _MOST_NAMED = 3  # of what is missing
 
 
-def read_ranks(source: Source) -> Layout:
+def read_ranks(source: SourcePath) -> Layout:
     """Read the layout of a directory of safetensors files without an index.
 
     Either it is a single file, or the files of each rank that torch's DCP left. How many ranks there were is not
@@ -256,7 +256,7 @@ def read_ranks(source: Source) -> Layout:
     files = [inside(path, name, path) for name in names]
     if len(files) == 1 and not _RANK_FILE.fullmatch(names[0]):
         _check_parts(path, names)
-        layout = read(Source(files[0]))
+        layout = read(SourcePath(files[0]))
         return Layout(path, "safetensors", 1, layout.tensors, layout.tree)
     ranks = _check_ranks(path, names)
     tensors: dict[str, list[TensorEntry]] = {}

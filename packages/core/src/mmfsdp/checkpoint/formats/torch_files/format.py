@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import Content, Source, is_legacy_torch, is_zip
+from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, is_legacy_torch, is_zip
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["TorchLegacyFormat", "TorchZipFormat"]
@@ -19,10 +19,10 @@ class TorchZipFormat(Format):
     aliases = ("pth", "pt")
     suffixes = (".pth", ".pt")
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return is_zip(source.head)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.torch_files.torch_zip import read
 
         return read(source)
@@ -42,10 +42,10 @@ class TorchLegacyFormat(Format):
     name = "torch_legacy"
     description = "a file of torch.save before version 1.6"
 
-    def recognises(self, source: Source) -> bool:
+    def recognises(self, source: SourcePath) -> bool:
         return is_legacy_torch(source.head)
 
-    def read(self, source: Source) -> Layout:
+    def read(self, source: SourcePath) -> Layout:
         from mmfsdp.checkpoint.formats.torch_files.torch_legacy import read
 
         return read(source)

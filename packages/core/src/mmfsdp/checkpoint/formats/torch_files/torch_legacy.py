@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from mmfsdp.basics.descriptors import prefetch
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.chunks import Record
-from mmfsdp.checkpoint.formats.common.source import Source
+from mmfsdp.checkpoint.formats.common.source import SourcePath
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import Storage, StorageClass, TensorBuilder, whole_layout
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.pickles.unpickling import StandIn, read_pickle
@@ -28,7 +28,7 @@ _PROTOCOL_VERSION = 1001
 _LENGTH = struct.Struct("<q")
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a file of this format, which holds no checksums.
 
     Raises:

@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.chunks import Chunk, Record, simplified_strides
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.foreign import what_to_use
-from mmfsdp.checkpoint.formats.common.source import Source, is_of_fairscale, one_of_many
+from mmfsdp.checkpoint.formats.common.source import SourcePath, is_of_fairscale, one_of_many
 from mmfsdp.checkpoint.formats.torch_files.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout, TensorRef
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def read(source: Source) -> Layout:
+def read(source: SourcePath) -> Layout:
     """Read the layout of a ``.pth`` or ``.pt`` file.
 
     Raises:

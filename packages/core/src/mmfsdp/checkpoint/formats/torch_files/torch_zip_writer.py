@@ -106,23 +106,23 @@ def archive_of(pickled: bytes, storages: Mapping[str, TensorEntry]) -> Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _SavedStorage:
     key: str
     entry: TensorEntry
 
 
-def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _Storage]:
+def _storages(tree: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, _SavedStorage]:
     """Number the storages of the target; names with the same source bytes get the same one."""
-    by_name: dict[str, _Storage] = {}
-    by_source: dict[object, _Storage] = {}
+    by_name: dict[str, _SavedStorage] = {}
+    by_source: dict[object, _SavedStorage] = {}
     for name in select_tensors(tree):
         entry = tensors[name]
         source: object = entry.source_key() if entry.nbytes else name  # an empty tensor shares nothing
-        by_name[name] = by_source.setdefault(source, _Storage(str(len(by_source)), entry))
+        by_name[name] = by_source.setdefault(source, _SavedStorage(str(len(by_source)), entry))
     return by_name
 
 
-def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str, _Storage]) -> bytes:
+def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str, _SavedStorage]) -> bytes:
     def write_tensor(writer: PickleWriter, ref: TensorRef) -> None:
         entry = tensors[ref.name]
         typed = entry.dtype in STORAGE_CLASSES

@@ -197,7 +197,7 @@ def _end_record(source: int, begin: int, end: int) -> tuple[int, bytes, int]:
     raise ValueError("it has no end record")
 
 
-class _Entry(NamedTuple):
+class _DirectoryEntry(NamedTuple):
     at: int
     name: str
     flags: int
@@ -207,7 +207,7 @@ class _Entry(NamedTuple):
     header: int
 
 
-def _entries(directory: bytes) -> Iterator[_Entry]:
+def _entries(directory: bytes) -> Iterator[_DirectoryEntry]:
     at = 0
     while at < len(directory):
         values = CENTRAL.unpack_from(directory, at)
@@ -224,7 +224,7 @@ def _entries(directory: bytes) -> Iterator[_Entry]:
         name = directory[name_at : name_at + name_length].decode("utf-8" if flags & UTF8 else "cp437")
         if packed != nbytes and method == 0:
             raise ValueError(f"entry {name!r} has two sizes")
-        yield _Entry(at, name, flags, method, crc, nbytes, header)
+        yield _DirectoryEntry(at, name, flags, method, crc, nbytes, header)
         at = following
 
 
