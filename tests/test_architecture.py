@@ -61,7 +61,7 @@ CHECKPOINT_LEVELS: tuple[tuple[str, ...], ...] = (
     ("chunks", "damage"),
     ("failed_downloads", "integrity", "remote"),
     ("entries",),
-    ("layout", "left_empty"),
+    ("layout", "empty_weights"),
     ("geometry", "manifest", "pickles"),
     ("manifest_search", "tree"),
     ("files", "state_keys"),

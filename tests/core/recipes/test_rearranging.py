@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
 from mmfsdp.checkpoint.geometry import check_coverage
-from mmfsdp.checkpoint.recipes import standing_in
+from mmfsdp.checkpoint.recipes import stand_in_files
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked, unstacked
 from mmfsdp.errors import ConfigError
 
@@ -65,9 +65,9 @@ def test_what_is_computed_is_rearranged_like_what_is_stored(stored: Layout, monk
     """Whole or some of it, however few elements are computed at a time, unless each would be computed many times."""
     sources = [CastEntry.of(replace(entry, name="x"), "float64", lambda _: None) for entry in stored.tensors.values()]
     for most, (pattern, sizes, expected), source in itertools.product((1 << 20, 30), PATTERNS, sources):
-        monkeypatch.setattr(standing_in, "_MOST", most)
-        monkeypatch.setattr(standing_in, "_WORTHWHILE", min(most, 1 << 16))
-        stand_ins = standing_in.StandIns()
+        monkeypatch.setattr(stand_in_files, "_MOST", most)
+        monkeypatch.setattr(stand_in_files, "_WORTHWHILE", min(most, 1 << 16))
+        stand_ins = stand_in_files.StandIns()
         turned = Pattern(pattern).applied(stand_ins.of(source), sizes)
         whole = expected(VALUES)
         if most == 30 and (pattern.startswith(("o i", "a b ->"))):

@@ -22,7 +22,7 @@ from tests.forked_scripts import python
 
 import mmfsdp
 from mmfsdp import errors
-from mmfsdp.collective.starting import _agree_on_prefix
+from mmfsdp.collective.elastic_start import _agree_on_prefix
 from mmfsdp.testing import run_ranks, single_rank
 
 PROGRAM = Path(__file__).parents[1].joinpath("restarted.py")

@@ -1,5 +1,5 @@
-from mmfsdp.collective.starting import accumulation_steps as accumulation_steps
-from mmfsdp.collective.starting import init_process_group as init_process_group
+from mmfsdp.collective.elastic_start import accumulation_steps as accumulation_steps
+from mmfsdp.collective.elastic_start import init_process_group as init_process_group
 from mmfsdp.config import ShardConfig as ShardConfig
 from mmfsdp.optimizers.building import build_optimizer as build_optimizer
 from mmfsdp.optimizers.building import matrix_optimizer as matrix_optimizer

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.bit_sums import BitSum, GivenBytes, unsigned
 from mmfsdp.checkpoint.arithmetic.matching import for_weights, refuse_settings
-from mmfsdp.checkpoint.arithmetic.unchanged import Unchanged
 from mmfsdp.checkpoint.conversion.converting import ConversionReport, convert
 from mmfsdp.checkpoint.conversion.settings import Conversion
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.files.disk import OpenFiles
+from mmfsdp.checkpoint.files.disk import OpenFiles, changed, identity
 from mmfsdp.checkpoint.files.elements import equal_bytes, require_numpy, tensor_blocks
-from mmfsdp.checkpoint.files.expecting import compared_extents
+from mmfsdp.checkpoint.files.expected_reads import compared_extents
 from mmfsdp.checkpoint.files.planned_files import Progress
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage
@@ -76,7 +75,7 @@ def checkpoint_delta(
     chosen = for_weights((conversion or Conversion()).changed(settings), "A delta")
     refuse_settings(chosen, _NAMES, "A delta holds all names and dtypes as they are")
     layouts = [opened(given, trust=chosen.trust, reference=reference, format=chosen.source_format) for given in (a, b)]
-    unchanged = Unchanged(layouts, progress)
+    unchanged = _SourceCheck(layouts, progress)
     layout, notes = _difference(*layouts)
     report = convert(layout, target, chosen, dry_run=dry_run, progress=unchanged)
     return replace(report, notes=(*notes, *report.notes))
@@ -118,7 +117,7 @@ def apply_delta(
     chosen = for_weights((conversion or Conversion()).changed(settings), "A delta")
     layout = opened(base, trust=chosen.trust, reference=reference, format=chosen.source_format)
     change = opened(delta, trust=chosen.trust)
-    unchanged = Unchanged((layout, change), progress)
+    unchanged = _SourceCheck((layout, change), progress)
     return convert(_restored(layout, change), target, chosen, dry_run=dry_run, progress=unchanged)
 
 
@@ -169,6 +168,34 @@ def _compared(files: OpenFiles, a: TensorEntry, b: TensorEntry) -> tuple[bool, i
         equal = equal and equal_bytes(one, two)
         crc = crc32(one, crc)
     return equal, crc
+
+
+class _SourceCheck:
+    """A ``progress`` of ``convert`` that raises if a file of a source has changed once everything is read.
+
+    Nothing has appeared at the target then, so nothing does.
+
+    Args:
+        layouts: The sources, before they are read first.
+        progress: Called each time, as by ``convert``.
+    """
+
+    def __init__(self, layouts: Iterable[Layout], progress: Progress | None) -> None:
+        self._progress = progress
+        self._known = {file: identity(file) for layout in layouts for file in layout.files()}
+
+    def __call__(self, done: int, total: int) -> None:
+        """Compare the files when all is done.
+
+        Raises:
+            CorruptCheckpointError: One has changed.
+        """
+        if done >= total:
+            for file, known in self._known.items():
+                if identity(file) != known:
+                    raise changed(file)
+        if self._progress is not None:
+            self._progress(done, total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import equal_bytes, tensor_blocks
-from mmfsdp.checkpoint.files.expecting import alternating
+from mmfsdp.checkpoint.files.expected_reads import alternating
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.inspection.verification import verify

@@ -15,6 +15,7 @@ from mmfsdp.basics.text import WRAPPER_PREFIX, parse_bytes
 from mmfsdp.checkpoint.conversion.casts import chosen_dtypes
 from mmfsdp.checkpoint.conversion.settings import Conversion, NameRules
 from mmfsdp.checkpoint.conversion.unknown_calls import leave_out_unknown
+from mmfsdp.checkpoint.empty_weights import refuse_empty_weights
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.journal import lasting_id
@@ -22,7 +23,6 @@ from mmfsdp.checkpoint.formats.common.format import Format, Made, ModelForm
 from mmfsdp.checkpoint.formats.common.source import Content
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
-from mmfsdp.checkpoint.left_empty import refuse_left_empty
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
 from mmfsdp.errors import ConfigError, FormatError
 
@@ -90,7 +90,7 @@ def intended(
     if (made := form.named(_stored(layout, selection), open_layout, by_recipe=by_recipe)) is not None:
         layout, selection = _with_weights(layout, selection, made, target.name)
     names, stored = selection.names, _stored(layout, selection)
-    refuse_left_empty(stored, layout.path)
+    refuse_empty_weights(stored, layout.path)
     if target.tensors_only and not stored and layout.tensors:
         raise ConfigError(
             f"keep={keep!r} holds no tensor, and a {target.name} file holds nothing else. Write a .pth file, or keep "

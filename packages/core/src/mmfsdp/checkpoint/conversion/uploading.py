@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.conversion.targets import Companion, Target, part_of_sour
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
 from mmfsdp.checkpoint.files.disk import checkpoint_path, present, write_errors
-from mmfsdp.checkpoint.files.expecting import copied_extents
+from mmfsdp.checkpoint.files.expected_reads import copied_extents
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker, joined_crc
 from mmfsdp.checkpoint.integrity import crc32
 from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile

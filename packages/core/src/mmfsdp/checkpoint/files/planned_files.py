@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey, reserve
 from mmfsdp.checkpoint.files.disk import write_all
-from mmfsdp.checkpoint.files.expecting import copied_extents
+from mmfsdp.checkpoint.files.expected_reads import copied_extents
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry

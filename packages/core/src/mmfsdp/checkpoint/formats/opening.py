@@ -18,8 +18,8 @@ from mmfsdp.checkpoint.damage import not_permitted
 from mmfsdp.checkpoint.failed_downloads import explained, stand_in
 from mmfsdp.checkpoint.files.disk import checkpoint_path, nearest, of_file, permission_errors
 from mmfsdp.checkpoint.files.siblings import interrupted
-from mmfsdp.checkpoint.formats.common.foreign import what_to_use
 from mmfsdp.checkpoint.formats.common.format import Format
+from mmfsdp.checkpoint.formats.common.other_frameworks import what_to_use
 from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, PART_FILE, SourcePath
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
 from mmfsdp.checkpoint.integrity import refuse_special

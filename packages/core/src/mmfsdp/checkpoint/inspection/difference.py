@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.dequantizing import restore_codes
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy
-from mmfsdp.checkpoint.files.expecting import compared_extents
+from mmfsdp.checkpoint.files.expected_reads import compared_extents
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.formats.opening import opened
 from mmfsdp.checkpoint.geometry import check_coverage

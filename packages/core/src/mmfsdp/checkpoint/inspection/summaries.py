@@ -12,7 +12,7 @@ from mmfsdp.basics.dtypes import numbers_per_element
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import require_numpy, tensor_blocks, values
-from mmfsdp.checkpoint.files.expecting import read_extents
+from mmfsdp.checkpoint.files.expected_reads import read_extents
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
 from mmfsdp.checkpoint.geometry import check_coverage, without_repeats
 from mmfsdp.checkpoint.layout import Layout

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import human_bytes
+from mmfsdp.checkpoint.empty_weights import refuse_empty_weights
 from mmfsdp.checkpoint.failed_downloads import stand_in
 from mmfsdp.checkpoint.files.disk import checkpoint_path, present
 from mmfsdp.checkpoint.files.planned_files import Progress, Tracker
@@ -21,7 +22,6 @@ from mmfsdp.checkpoint.formats.torch_files.zip_archive import read_records
 from mmfsdp.checkpoint.geometry import check_coverage
 from mmfsdp.checkpoint.integrity import Extent, Scanned, scan_file
 from mmfsdp.checkpoint.layout import Layout
-from mmfsdp.checkpoint.left_empty import refuse_left_empty
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, damaged_file, read_manifest
 from mmfsdp.errors import (
     CheckpointError,
@@ -204,7 +204,7 @@ def _located(layout: Layout, problems: list[Problem]) -> Layout:
         except CheckpointError as error:
             problems.append(_problem(error))
     try:
-        refuse_left_empty(found, layout.path)
+        refuse_empty_weights(found, layout.path)
     except CheckpointError as error:
         problems.append(_problem(error))
     return replace(layout, tensors=found)

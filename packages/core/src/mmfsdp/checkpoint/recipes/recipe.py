@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.elements import equal_data
 from mmfsdp.checkpoint.recipes.recipe_numbers import RecipeValues
 from mmfsdp.checkpoint.recipes.rules import Rule, Step
-from mmfsdp.checkpoint.recipes.standing_in import StandIns
+from mmfsdp.checkpoint.recipes.stand_in_files import StandIns
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["Recipe"]

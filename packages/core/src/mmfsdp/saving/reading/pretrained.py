@@ -17,7 +17,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.huggingface.memory_names import as_in_memory, model_on_meta
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.recipes.applying import apply_recipe, folders_of
-from mmfsdp.checkpoint.recipes.fitting import fitting_recipes
+from mmfsdp.checkpoint.recipes.recipe_search import fitting_recipes
 from mmfsdp.checkpoint.tree import common_prefix, part_tensors
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
 from mmfsdp.errors import ConfigError, StateDictError

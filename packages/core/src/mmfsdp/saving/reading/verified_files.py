@@ -12,7 +12,7 @@ from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.files.elements import packed_blocks
-from mmfsdp.checkpoint.files.expecting import extent_of
+from mmfsdp.checkpoint.files.expected_reads import extent_of
 from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_of_stretch
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry

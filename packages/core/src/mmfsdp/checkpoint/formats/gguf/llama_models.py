@@ -27,7 +27,7 @@ from mmfsdp.checkpoint.files.elements import equal_data, require_numpy
 from mmfsdp.checkpoint.formats.gguf.gguf_files import array_length, number, read_keys, real, text, type_of
 from mmfsdp.checkpoint.formats.gguf.tokenizers import translated
 from mmfsdp.checkpoint.recipes.rearranging import Pattern
-from mmfsdp.checkpoint.recipes.standing_in import StandIns
+from mmfsdp.checkpoint.recipes.stand_in_files import StandIns
 from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["VOCABULARY", "GgufModel"]

@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG
 from mmfsdp.checkpoint.recipes.rearranging import Pattern, fused, split, stacked
-from mmfsdp.checkpoint.recipes.standing_in import StandIns
+from mmfsdp.checkpoint.recipes.stand_in_files import StandIns
 from mmfsdp.errors import CheckpointError, ConfigError
 
 __all__ = [

@@ -177,7 +177,7 @@ def _has_tied_head(config: Mapping[str, object]) -> bool:
 
 def _shipped_recipe(tensors: Mapping[str, TensorEntry], own: Mapping[str, TensorEntry], like: Path) -> str:
     """Return a sentence that names the shipped recipe which makes the weights of a folder; empty if there is none."""
-    from mmfsdp.checkpoint.recipes.fitting import fitting_recipes
+    from mmfsdp.checkpoint.recipes.recipe_search import fitting_recipes
 
     def rate(made: Mapping[str, TensorEntry]) -> int:
         return all(name in made and made[name].shape == entry.shape for name, entry in own.items())

@@ -22,7 +22,7 @@ from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import SourcePath
-from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
+from mmfsdp.checkpoint.formats.fsdp1.rank_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.per_rank.pickled_dtensors import HeldShard, Mesh, boxes_of, shard_of
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import (

@@ -22,7 +22,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import RANK_FILE, SourcePath
 from mmfsdp.checkpoint.formats.fsdp1.flat_parameters import FLAT
 from mmfsdp.checkpoint.formats.fsdp1.flat_state_dicts import ParameterFacts, known_shapes, resolve_section
-from mmfsdp.checkpoint.formats.fsdp1.own_states import own_states_by_rank
+from mmfsdp.checkpoint.formats.fsdp1.rank_states import own_states_by_rank
 from mmfsdp.checkpoint.formats.torch_files.same_save import check_same_save
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledShards, PickledTensor, add_whole, read_tree
 from mmfsdp.checkpoint.integrity import inside, regular_files

@@ -17,7 +17,7 @@ from mmfsdp.basics.dtypes import DTYPES, itemsize
 from mmfsdp.checkpoint.chunks import Chunk, Record, simplified_strides
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.foreign import what_to_use
+from mmfsdp.checkpoint.formats.common.other_frameworks import what_to_use
 from mmfsdp.checkpoint.formats.common.source import SourcePath, is_of_fairscale, one_of_many
 from mmfsdp.checkpoint.formats.torch_files.zip_archive import ZipRecord, read_records
 from mmfsdp.checkpoint.integrity import crc32

@@ -10,16 +10,16 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import IncompleteCheckpointError
 
-__all__ = ["left_empty", "refuse_left_empty"]
+__all__ = ["empty_weights", "refuse_empty_weights"]
 
 
-def left_empty(tensors: Mapping[str, TensorEntry]) -> list[str]:
+def empty_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Return the names of weights of shape (0,), which no layer has, in a floating point dtype."""
     empty = [name for name, entry in tensors.items() if entry.shape == (0,) and is_floating_point(entry.dtype)]
     return [name for name in empty if name.rpartition(".")[2] == "weight"]
 
 
-def refuse_left_empty(tensors: Mapping[str, TensorEntry], file: Any) -> None:
+def refuse_empty_weights(tensors: Mapping[str, TensorEntry], file: Any) -> None:
     """Check that no weight was left empty.
 
     Args:
@@ -29,7 +29,7 @@ def refuse_left_empty(tensors: Mapping[str, TensorEntry], file: Any) -> None:
     Raises:
         IncompleteCheckpointError: One was.
     """
-    if names := left_empty(tensors):
+    if names := empty_weights(tensors):
         raise IncompleteCheckpointError(
             f"{name_list(names, 5)} {'has' if len(names) == 1 else 'have'} the shape [0], so the weights are not "
             "here: ZeRO-3 keeps a parameter so on each rank, and the model was saved without gathering it. Save it "
