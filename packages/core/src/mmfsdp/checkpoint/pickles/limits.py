@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -28,77 +29,6 @@ _COLLISIONS = 1_000  # integers with the same hash
 _LARGE = 8  # bytes of integers whose hash is not they themselves
 
 _LINE, _TWO_LINES = -10, -20  # the argument ends with a newline, or with the second one
-
-
-# What an opcode does to the stack and the memo.
-_STOP = 0  # ends the pickle; so does an unknown opcode
-_MEMOIZE = 1  # stores the top value at the next index of the memo
-_GET = 2  # pushes a value of the memo
-_PUSH = 3  # pushes a value that is not a tuple
-_POP = 4  # pops N values; if N <= 0, pops 1 - N values and pushes one that is not a tuple
-_MARK = 5  # sets a mark
-_TUPLES = 6  # makes the top N values a tuple
-_PUT = 7  # stores the top value at a given index of the memo
-_POP_MARK = 8  # pops everything above the mark
-_TUPLE = 9  # makes everything above the mark a tuple
-_REPLACE = 10  # replaces everything above the mark by a value that is not a tuple
-_NOTHING = 11  # leaves the stack as it is
-_DUP = 12  # pushes the top value again
-_EXTENSION = 13  # pushes what the reading process has registered under a number
-_ITEMS = 15  # pops what is above the mark, every second (2) or each (1) of it a key; if N < 0, pushes a value
-_SETITEM = 16  # pops a key and a value
-_USUAL = 14  # as _POP, or as _PUSH if N is 1; what large checkpoints are full of may follow
-
-# Opcodes, effect, bytes of the argument (negative: bytes of its length, or lines), and N.
-_OPCODES = (
-    (b"\x94", _MEMOIZE, 0, 0),
-    (b"h", _GET, 1, 0),
-    (b"j", _GET, 4, 0),
-    (b"g", _GET, _LINE, 0),
-    (b"N\x88\x89)]\x8f\x97", _PUSH, 0, 0),
-    (b"K", _PUSH, 1, 0),
-    (b"M", _PUSH, 2, 0),
-    (b"J", _PUSH, 4, 0),
-    (b"G", _PUSH, 8, 0),
-    (b"ISVLFP", _PUSH, _LINE, 0),
-    (b"c", _PUSH, _TWO_LINES, 0),
-    (b"\x8c\x8aUC", _PUSH, -1, 0),
-    (b"X\x8bTB", _PUSH, -4, 0),
-    (b"\x8d\x8e\x96", _PUSH, -8, 0),
-    (b"0ab", _POP, 0, 1),  # APPEND and BUILD keep the object
-    (b"s", _SETITEM, 0, 2),
-    (b"R\x93", _POP, 0, -1),
-    (b"\x92", _POP, 0, -2),
-    (b"(", _MARK, 0, 0),
-    (b"\x85", _TUPLES, 0, 1),
-    (b"\x86", _TUPLES, 0, 2),
-    (b"\x87", _TUPLES, 0, 3),
-    (b"q", _PUT, 1, 0),
-    (b"r", _PUT, 4, 0),
-    (b"p", _PUT, _LINE, 0),
-    (b"e1", _POP_MARK, 0, 0),
-    (b"u", _ITEMS, 0, 2),
-    (b"\x90", _ITEMS, 0, 1),
-    (b"t", _TUPLE, 0, 0),
-    (b"lo", _REPLACE, 0, 0),
-    (b"d", _ITEMS, 0, -2),
-    (b"\x91", _ITEMS, 0, -1),
-    (b"i", _REPLACE, _TWO_LINES, 0),
-    (b"\x80", _NOTHING, 1, 0),
-    (b"\x95", _NOTHING, 8, 0),
-    (b"\x98", _NOTHING, 0, 0),
-    (b"2", _DUP, 0, 0),
-    (b"\x82", _EXTENSION, 1, 0),
-    (b"\x83", _EXTENSION, 2, 0),
-    (b"\x84", _EXTENSION, 4, 0),
-    (b"}", _USUAL, 0, 1),
-    (b"Q", _USUAL, 0, 0),
-    (b"\x81", _USUAL, 0, -1),
-)
-_TABLE: list[tuple[int, int, int]] = [(0, 0, 0)] * 256
-for _codes, _effect, _argument, _count in _OPCODES:
-    for _code in _codes:
-        _TABLE[_code] = (_effect, _argument, _count)
 
 _LONG1_OPCODE = 0x8A
 _MEMOIZE_OPCODE, _POP_OPCODE, _LONG4_OPCODE, _BINPERSID_OPCODE, _NEWOBJ_OPCODE = 0x94, 0x30, 0x8B, 0x51, 0x81
@@ -123,158 +53,286 @@ def check_limits(data: bytes | mmap.mmap, file: Path, begin: int = 0) -> None:
         CorruptCheckpointError: The pickle would exhaust the machine, or uses the process's extension registry.
     """
     try:
-        reason = _excess(data, begin)
+        _Walk(data, begin).follow()
     except (IndexError, ValueError):
         return
-    if reason is not None:
-        message, at = reason
+    except _ExcessError as error:
         raise CorruptCheckpointError(
-            f"The pickle in {file.name} is refused: {message}. No checkpoint does this; the file was made to harm the "
-            "machine that reads it.",
+            f"The pickle in {file.name} is refused: {error.message}. No checkpoint does this; the file was made to "
+            "harm the machine that reads it.",
             file=str(file),
-            offset=at,
-        )
+            offset=error.offset,
+        ) from None
 
 
-def _excess(data: bytes | mmap.mmap, at: int) -> tuple[str, int] | None:
-    """Return what a pickle does that is dangerous, and at which offset; ``None`` if it is safe."""
-    # A value on the stack is 0, or for a tuple its total number of elements, times 1024, plus its depth.
-    stack: list[int] = []
-    marks: list[int] = []
-    tuples: dict[int, int] = {}  # index in the memo -> tuple
-    memoized, named = 0, False  # entries stored by MEMOIZE; whether PUT was used
-    repeats = made_keys = 0
-    numbers = _Numbers()
-    skips = len(data) - at > _LONG  # as long as there is no large tuple in the memo
-    table, push, from_bytes = _TABLE, stack.append, int.from_bytes
-    while True:
-        opcode = data[at]
-        at += 1
-        if opcode == _MEMOIZE_OPCODE:  # a quarter of all opcodes
-            if named:
-                return _TWO_WAYS, at - 1
-            if value := stack[-1]:
-                tuples[memoized] = value
-                skips = skips and value >> 10 <= _SMALL
-            memoized += 1
-            continue
-        effect, argument, count = table[opcode]
-        if effect == _GET:
-            if argument == 1:
-                index = data[at]
-                at += 1
-            elif argument == 4:
-                index, at = from_bytes(data[at : at + 4], "little"), at + 4
-            else:
-                index, at = _memo_index(data, at, argument)
-            if index not in tuples:
-                push(0)
-                continue
-            value = tuples[index]
-            repeats += value >> 10
-            if repeats > _REPEATS:
-                return _REPEATED, at - 1
-            push(value)
-        elif effect == _PUT:
-            begin = at - 1
-            if argument == 4:
-                index, at = from_bytes(data[at : at + 4], "little"), at + 4
-            else:
-                index, at = _memo_index(data, at, argument)
-            if memoized:
-                return _TWO_WAYS, begin
-            if index > len(data):
-                return f"it stores a value at index {index} of its memo, but has only {len(data)} bytes", begin
-            named = True
-            if (value := stack[-1]) or index in tuples:
-                tuples[index] = value
-                skips = skips and value >> 10 <= _SMALL
-        elif effect == _PUSH:
-            push(0)
-            if argument >= 0:
-                at += argument
-            elif argument == -1:
-                begin = at + 1
-                at += data[at] + 1
-                if opcode == _LONG1_OPCODE and at - begin >= _LARGE and numbers.collide(data[begin:at]):
-                    return _COLLIDING, at - 1
-            elif argument > _LINE:
-                size = int.from_bytes(data[at : at - argument], "little")
-                if size > _NUMBER and opcode == _LONG4_OPCODE:
-                    return f"it holds a number of {size} bytes", at - 1
-                at += size - argument
-                if opcode == _LONG4_OPCODE and numbers.collide(data[at - size : at]):
-                    return _COLLIDING, at - 1
-            else:
-                begin, at = at, _after_lines(data, at, argument)
-                if opcode in b"IL" and at - begin > 2 * _LARGE and numbers.collide_text(data[begin : at - 1]):
-                    return _COLLIDING, at - 1
-        elif effect == _POP:
-            if count > 0:
-                if opcode == _POP_OPCODE and marks and marks[-1] == len(stack):
-                    marks.pop()  # the mark itself is on top
-                    continue
-                del stack[-count:]
-            else:
-                if count:
-                    del stack[count:]
-                stack[-1] = 0
-        elif effect == _USUAL:
-            if count > 0:
-                push(0)
-            else:
-                del stack[len(stack) + count :]
-                stack[-1] = 0
-            if skips and (named or memoized) and (found := _usual(opcode, named).match(data, at)):
-                if opcode == _BINPERSID_OPCODE:
-                    if not marks or marks[-1] != len(stack) - 1:
-                        continue  # a tuple may be among the arguments
-                    del stack[marks.pop() :]
-                    stack[-1] = 0
-                skipped, at = found[0], found.end()
-                stack += [0] * (skipped.count(opcode) * (1 if opcode == _NEWOBJ_OPCODE else 2))
-                memoized += 0 if named else skipped.count(_MEMOIZE_OPCODE)
-        elif effect == _MARK:
-            marks.append(len(stack))
-        elif effect in (_TUPLES, _TUPLE):
-            first = -count or marks.pop()
-            items = stack[first:]
-            del stack[first:]
-            value = (1 + len(items)) << 10 | 1
-            if any(items):
-                value += sum(item >> 10 for item in items) << 10
-                value += max(item & 1023 for item in items)
-                if value & 1023 > _NESTING:
-                    return f"its tuples are nested more than {_NESTING} deep", at - 1
-            push(value)
-        elif effect in (_POP_MARK, _REPLACE):
-            if argument:
-                at = _after_lines(data, at, argument)
-            del stack[marks.pop() :]
-            if effect == _REPLACE:
-                push(0)
-        elif effect in (_ITEMS, _SETITEM):
-            first = len(stack) - 2 if effect == _SETITEM else marks.pop()
-            keys = stack[first :: abs(count)]
-            del stack[first:]
-            if any(keys):
-                made_keys += sum(map(bool, keys))
-                if made_keys > MOST_KEYS:
-                    return _MANY_KEYS, at - 1
-            if count < 0:  # a frozenset may be a key as a tuple may
-                push(1 << 10 | 1 if count == -1 else 0)
-        elif effect == _NOTHING:
-            at += argument
-        elif effect == _DUP:
-            value = stack[-1]
-            repeats += value >> 10
-            if repeats > _REPEATS:
-                return _REPEATED, at - 1
-            push(value)
-        elif effect == _EXTENSION:
-            return "it uses the extension registry of the process that reads it", at - 1
+class _ExcessError(Exception):
+    def __init__(self, message: str, offset: int) -> None:
+        self.message, self.offset = message, offset
+
+
+class _Walk:
+    """A walk through the opcodes of a pickle, with a method for each effect on the stack and the memo.
+
+    A value on the stack is 0, or for a tuple its total number of elements, times 1024, plus its depth. Every effect
+    takes the opcode and what `_OPCODES` says of it, and raises an `_ExcessError` if the pickle is dangerous.
+    """
+
+    def __init__(self, data: bytes | mmap.mmap, at: int) -> None:
+        self._data, self._at = data, at
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._tuples: dict[int, int] = {}  # index in the memo -> tuple
+        self._memoized, self._named = 0, False  # entries stored by MEMOIZE; whether PUT was used
+        self._repeats = self._keys = 0
+        self._numbers = _Numbers()
+        self._skips = len(data) - at > _LONG  # as long as there is no large tuple in the memo
+
+    def follow(self) -> None:
+        """Follow the opcodes to the end of the pickle, which an unknown opcode is as well."""
+        data, table = self._data, _TABLE
+        while True:
+            opcode = data[self._at]
+            self._at += 1
+            effect, argument, count = table[opcode]
+            if effect is None:
+                return
+            effect(self, opcode, argument, count)
+
+    def memoize(self, opcode: int, argument: int, count: int) -> None:
+        """Store the top value at the next index of the memo."""
+        if self._named:
+            raise self._excess(_TWO_WAYS)
+        if value := self._stack[-1]:
+            self._store(self._memoized, value)
+        self._memoized += 1
+
+    def put(self, opcode: int, argument: int, count: int) -> None:
+        """Store the top value at a given index of the memo."""
+        begin = self._at - 1
+        index = self._index(argument)
+        if self._memoized:
+            raise _ExcessError(_TWO_WAYS, begin)
+        if index > (size := len(self._data)):
+            raise _ExcessError(f"it stores a value at index {index} of its memo, but has only {size} bytes", begin)
+        self._named = True
+        if (value := self._stack[-1]) or index in self._tuples:
+            self._store(index, value)
+
+    def get(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value of the memo."""
+        self._repeat(self._tuples.get(self._index(argument), 0))
+
+    def duplicate(self, opcode: int, argument: int, count: int) -> None:
+        """Push the top value again."""
+        self._repeat(self._stack[-1])
+
+    def push(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value that is not a tuple; its argument has a fixed length."""
+        self._stack.append(0)
+        self._at += argument
+
+    def push_short(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value that is not a tuple; one byte says how long its argument is."""
+        self._stack.append(0)
+        begin = self._at + 1
+        self._at = begin + self._data[self._at]
+        if opcode == _LONG1_OPCODE and self._at - begin >= _LARGE:
+            self._check_number(self._data[begin : self._at])
+
+    def push_long(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value that is not a tuple; several bytes say how long its argument is."""
+        self._stack.append(0)
+        begin = self._at + argument
+        size = int.from_bytes(self._data[self._at : begin], "little")
+        if opcode == _LONG4_OPCODE and size > _NUMBER:
+            raise self._excess(f"it holds a number of {size} bytes")
+        self._at = begin + size
+        if opcode == _LONG4_OPCODE:
+            self._check_number(self._data[begin : self._at])
+
+    def push_lines(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value that is not a tuple; its argument is text that ends with a line."""
+        self._stack.append(0)
+        begin, self._at = self._at, _after_lines(self._data, self._at, argument)
+        text = self._data[begin : self._at - 1]
+        if opcode in b"IL" and len(text) >= 2 * _LARGE and self._numbers.collide_text(text):
+            raise self._excess(_COLLIDING)
+
+    def pop(self, opcode: int, argument: int, count: int) -> None:
+        """Pop a value, or a mark that is on top."""
+        if opcode == _POP_OPCODE and self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
         else:
-            return None
+            del self._stack[-1:]
+
+    def call(self, opcode: int, argument: int, count: int) -> None:
+        """Pop the arguments of a call, and replace its function by a value that is not a tuple."""
+        del self._stack[len(self._stack) - count :]
+        self._stack[-1] = 0
+
+    def begin_value(self, opcode: int, argument: int, count: int) -> None:
+        """Push a value, or make a call; pass over what large checkpoints are full of, if it follows."""
+        if count < 0:
+            self.push(opcode, argument, count)
+        else:
+            self.call(opcode, argument, count)
+        if self._skips and (self._named or self._memoized):
+            self._skip(opcode)
+
+    def mark(self, opcode: int, argument: int, count: int) -> None:
+        """Set a mark."""
+        self._marks.append(len(self._stack))
+
+    def make_tuple(self, opcode: int, argument: int, count: int) -> None:
+        """Make the top values a tuple: ``count`` of them, or all above the mark."""
+        first = -count or self._marks.pop()
+        items = self._stack[first:]
+        del self._stack[first:]
+        value = (1 + len(items)) << 10 | 1
+        if any(items):
+            value += sum(item >> 10 for item in items) << 10
+            value += max(item & 1023 for item in items)
+            if value & 1023 > _NESTING:
+                raise self._excess(f"its tuples are nested more than {_NESTING} deep")
+        self._stack.append(value)
+
+    def pop_mark(self, opcode: int, argument: int, count: int) -> None:
+        """Pop everything above the mark."""
+        del self._stack[self._marks.pop() :]
+
+    def replace(self, opcode: int, argument: int, count: int) -> None:
+        """Replace everything above the mark by a value that is not a tuple."""
+        if argument:
+            self._at = _after_lines(self._data, self._at, argument)
+        self.pop_mark(opcode, argument, count)
+        self._stack.append(0)
+
+    def set_items(self, opcode: int, argument: int, count: int) -> None:
+        """Pop everything above the mark, of which each first of ``count`` values is a key."""
+        self._pop_items(self._marks.pop(), count)
+
+    def set_item(self, opcode: int, argument: int, count: int) -> None:
+        """Pop a key and a value."""
+        self._pop_items(len(self._stack) - 2, count)
+
+    def make_dict(self, opcode: int, argument: int, count: int) -> None:
+        """Replace keys and values above the mark by a value that is not a tuple."""
+        self.set_items(opcode, argument, count)
+        self._stack.append(0)
+
+    def make_frozenset(self, opcode: int, argument: int, count: int) -> None:
+        """Replace the keys above the mark by a frozenset, which may be a key as a tuple may."""
+        self.set_items(opcode, argument, count)
+        self._stack.append(1 << 10 | 1)
+
+    def skip_argument(self, opcode: int, argument: int, count: int) -> None:
+        """Leave the stack as it is."""
+        self._at += argument
+
+    def use_extension(self, opcode: int, argument: int, count: int) -> None:
+        """Refuse to push what the reading process has registered under a number."""
+        raise self._excess("it uses the extension registry of the process that reads it")
+
+    def _excess(self, message: str) -> _ExcessError:
+        return _ExcessError(message, self._at - 1)
+
+    def _index(self, argument: int) -> int:
+        """Return the index of the memo that is the argument, and go on behind it."""
+        begin = self._at
+        if argument < 0:
+            self._at = _after_lines(self._data, begin, argument)
+            return int(self._data[begin : self._at - 1])
+        self._at = begin + argument
+        return self._data[begin] if argument == 1 else int.from_bytes(self._data[begin : self._at], "little")
+
+    def _store(self, index: int, value: int) -> None:
+        self._tuples[index] = value
+        self._skips = self._skips and value >> 10 <= _SMALL
+
+    def _repeat(self, value: int) -> None:
+        self._repeats += value >> 10
+        if self._repeats > _REPEATS:
+            raise self._excess(_REPEATED)
+        self._stack.append(value)
+
+    def _pop_items(self, first: int, count: int) -> None:
+        keys = self._stack[first::count]
+        del self._stack[first:]
+        if any(keys):
+            self._keys += sum(map(bool, keys))
+            if self._keys > MOST_KEYS:
+                raise self._excess(_MANY_KEYS)
+
+    def _check_number(self, data: bytes) -> None:
+        if self._numbers.collide(data):
+            raise self._excess(_COLLIDING)
+
+    def _skip(self, opcode: int) -> None:
+        """Go on behind the tensors, objects or dicts that follow an opcode as checkpoints describe them."""
+        found = _usual(opcode, self._named).match(self._data, self._at)
+        if found is None:
+            return
+        if opcode == _BINPERSID_OPCODE:
+            if not self._marks or self._marks[-1] != len(self._stack) - 1:
+                return  # a tuple may be among the arguments
+            self.pop_mark(opcode, 0, 0)
+            self._stack[-1] = 0
+        skipped, self._at = found[0], found.end()
+        self._stack += [0] * (skipped.count(opcode) * (1 if opcode == _NEWOBJ_OPCODE else 2))
+        if not self._named:
+            self._memoized += skipped.count(_MEMOIZE_OPCODE)
+
+
+_Effect = Callable[[_Walk, int, int, int], None]
+
+# Opcodes, effect, bytes of the argument (or of its length; negative: lines), and a number of values.
+_OPCODES: tuple[tuple[bytes, _Effect, int, int], ...] = (
+    (b"\x94", _Walk.memoize, 0, 0),
+    (b"h", _Walk.get, 1, 0),
+    (b"j", _Walk.get, 4, 0),
+    (b"g", _Walk.get, _LINE, 0),
+    (b"q", _Walk.put, 1, 0),
+    (b"r", _Walk.put, 4, 0),
+    (b"p", _Walk.put, _LINE, 0),
+    (b"2", _Walk.duplicate, 0, 0),
+    (b"N\x88\x89)]\x8f\x97", _Walk.push, 0, 0),
+    (b"K", _Walk.push, 1, 0),
+    (b"M", _Walk.push, 2, 0),
+    (b"J", _Walk.push, 4, 0),
+    (b"G", _Walk.push, 8, 0),
+    (b"\x8c\x8aUC", _Walk.push_short, 1, 0),
+    (b"X\x8bTB", _Walk.push_long, 4, 0),
+    (b"\x8d\x8e\x96", _Walk.push_long, 8, 0),
+    (b"ISVLFP", _Walk.push_lines, _LINE, 0),
+    (b"c", _Walk.push_lines, _TWO_LINES, 0),
+    (b"0ab", _Walk.pop, 0, 1),  # APPEND and BUILD keep the object
+    (b"R\x93", _Walk.call, 0, 1),
+    (b"\x92", _Walk.call, 0, 2),
+    (b"}", _Walk.begin_value, 0, -1),
+    (b"Q", _Walk.begin_value, 0, 0),
+    (b"\x81", _Walk.begin_value, 0, 1),
+    (b"(", _Walk.mark, 0, 0),
+    (b"\x85", _Walk.make_tuple, 0, 1),
+    (b"\x86", _Walk.make_tuple, 0, 2),
+    (b"\x87", _Walk.make_tuple, 0, 3),
+    (b"t", _Walk.make_tuple, 0, 0),
+    (b"e1", _Walk.pop_mark, 0, 0),
+    (b"lo", _Walk.replace, 0, 0),
+    (b"i", _Walk.replace, _TWO_LINES, 0),
+    (b"u", _Walk.set_items, 0, 2),
+    (b"\x90", _Walk.set_items, 0, 1),
+    (b"s", _Walk.set_item, 0, 2),
+    (b"d", _Walk.make_dict, 0, 2),
+    (b"\x91", _Walk.make_frozenset, 0, 1),
+    (b"\x80", _Walk.skip_argument, 1, 0),
+    (b"\x95", _Walk.skip_argument, 8, 0),
+    (b"\x98", _Walk.skip_argument, 0, 0),
+    (b"\x82\x83\x84", _Walk.use_extension, 0, 0),
+)
+_TABLE: list[tuple[_Effect | None, int, int]] = [(None, 0, 0)] * 256
+for _codes, _effect, _argument, _count in _OPCODES:
+    for _code in _codes:
+        _TABLE[_code] = (_effect, _argument, _count)
 
 
 class _Numbers:
@@ -338,14 +396,6 @@ def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
         state = put + b"}" + items + b"b"
         return re.compile(state + rb"(?:%b\)\x81%b)*+" % (get, state), re.DOTALL)
     return re.compile(items + b"(?:%b}%b)*+" % (text, items), re.DOTALL)
-
-
-def _memo_index(data: bytes | mmap.mmap, at: int, argument: int) -> tuple[int, int]:
-    """Return an index of the memo, and the offset after it."""
-    if argument > 0:
-        return int.from_bytes(data[at : at + argument], "little"), at + argument
-    end = _after_lines(data, at, argument)
-    return int(data[at : end - 1]), end
 
 
 def _after_lines(data: bytes | mmap.mmap, at: int, argument: int) -> int:
