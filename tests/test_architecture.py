@@ -86,9 +86,6 @@ LAZY = (
     "mmfsdp.checkpoint.state_keys",
 )
 
-# The one annotation that does not count: an engine acts on the model that keeps it. docs/architecture.md says so.
-ANNOTATES = ("mmfsdp.runtime.engine", "mmfsdp.runtime.sharded_model.ShardedModel")
-
 # The only modules that import by a name in a string, and what.
 IMPORT_BY_NAME = {
     "mmfsdp.basics.lazy": "what the public names of a package stand for, as its stub lists them",
@@ -132,11 +129,6 @@ def imported_names(path: Path) -> list[tuple[int, str]]:
     """Return line and absolute dotted name of everything that a file imports, functions and its stub included."""
     stub = path.with_suffix(".pyi")
     return [*_imported_names(path), *(_imported_names(stub) if stub.exists() else ())]
-
-
-def counted_names(path: Path) -> list[str]:
-    """Return the names of what a file imports, but for the annotation that does not count."""
-    return [name for _, name in imported_names(path) if (module_name(path), name) != ANNOTATES]
 
 
 @functools.cache
@@ -223,7 +215,7 @@ def module_graph(package: str) -> dict[str, set[str]]:
     names = {module_name(path) for path in modules(package)}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for path in modules(package):
-        for name in counted_names(path) if path.name != "__init__.py" else ():  # which only exports
+        for _, name in imported_names(path) if path.name != "__init__.py" else ():  # which only exports
             target = name if name in names else name.rpartition(".")[0]
             if target in names:
                 graph[module_name(path)].add(target)
@@ -239,7 +231,7 @@ def subpackage_graph(package: str, folder: str) -> dict[str, set[str]]:
         if path.name == "__init__.py" or not here.startswith(f"{folder}."):
             continue  # an __init__ only exports what its folder holds
         own = here.removeprefix(f"{folder}.").split(".")[0]
-        for name in counted_names(path):
+        for _, name in imported_names(path):
             if not name.startswith(f"{folder}."):
                 continue
             target = name.removeprefix(f"{folder}.").split(".")[0]

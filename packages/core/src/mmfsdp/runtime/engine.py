@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -22,10 +22,10 @@ from mmfsdp.runtime.calls.unit_gates import UnitGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
 from mmfsdp.runtime.dtensors import Box
 
-if TYPE_CHECKING:
-    from mmfsdp.runtime.sharded_model import ShardedModel
-
 __all__ = ["Engine", "OptimizerStates", "PrepareUnit", "Showing", "WrapRoot"]
+
+State = TypeVar("State", contravariant=True)
+"""The state of a sharded model: `ShardedModel`, which keeps its engine and so lies above it."""
 
 PrepareUnit = Callable[[ShardUnit], None]
 """Called by the engine right before it shards a unit; then its weights are on the device and equal on all ranks."""
@@ -81,7 +81,7 @@ class OptimizerStates(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine(Protocol[State]):
     """One way to shard. It keeps nothing: one object serves all models, whose states the methods take.
 
     No method is collective unless it says so.
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """
         ...
 
-    def watch(self, state: ShardedModel, parts: Sequence[tuple[UnitParts, Callable[[], None]]]) -> Sequence[UnitGate]:
+    def watch(self, state: State, parts: Sequence[tuple[UnitParts, Callable[[], None]]]) -> Sequence[UnitGate]:
         """Install the hooks that a new sharded model of this engine needs, and return a gate for each unit.
 
         Args:
@@ -123,49 +123,49 @@ class Engine(Protocol):
         """
         ...
 
-    def begin_root(self, state: ShardedModel) -> None:
+    def begin_root(self, state: State) -> None:
         """Make torch take the model as the root, and not the first unit that runs."""
         ...
 
-    def set_sync(self, state: ShardedModel, sync: bool) -> None:
+    def set_sync(self, state: State, sync: bool) -> None:
         """Make the backward of the coming forward reduce gradients or not, other than that of the last one."""
         ...
 
-    def version(self, state: ShardedModel) -> int | None:
+    def version(self, state: State) -> int | None:
         """Return a number that changes when shards are written; None if no unit may stay gathered after a forward."""
         ...
 
-    def discard_forward(self, state: ShardedModel) -> None:
+    def discard_forward(self, state: State) -> None:
         """Make training possible after a forward that raised."""
         ...
 
-    def free(self, state: ShardedModel) -> None:
+    def free(self, state: State) -> None:
         """Free all gathered parameters."""
         ...
 
-    def clip(self, state: ShardedModel, max_norm: float, norm_type: float) -> torch.Tensor | None:
+    def clip(self, state: State, max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Clip flat parameters, and return the norm. Collective. None if gradients are clipped like any other's."""
         ...
 
-    def units(self, state: ShardedModel) -> list[nn.Module]:
+    def units(self, state: State) -> list[nn.Module]:
         """Return the modules that are shard units."""
         ...
 
     def show_whole(
-        self, state: ShardedModel, module: nn.Module, how: Showing
+        self, state: State, module: nn.Module, how: Showing
     ) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
         """Return where parameters will be whole, owners with own names, and what makes them so. Collective."""
         ...
 
-    def shows_pieces(self, state: ShardedModel) -> bool:
+    def shows_pieces(self, state: State) -> bool:
         """Tell whether every parameter, as it is registered or as `ShardedModel.gathered` has it, is a rank's part."""
         ...
 
-    def weights(self, state: ShardedModel) -> dict[str, Any]:
+    def weights(self, state: State) -> dict[str, Any]:
         """Return the sharded state dict of the model. Collective: every rank."""
         ...
 
-    def targets(self, state: ShardedModel, kinds: Mapping[str, str] | None) -> dict[str, Any] | None:
+    def targets(self, state: State, kinds: Mapping[str, str] | None) -> dict[str, Any] | None:
         """Return what a load writes to, by FQN; None if only torch's own load can. Collective: every rank.
 
         Args:
@@ -174,6 +174,6 @@ class Engine(Protocol):
         """
         ...
 
-    def optimizer_states(self, state: ShardedModel, optimizer: Optimizer) -> OptimizerStates:
+    def optimizer_states(self, state: State, optimizer: Optimizer) -> OptimizerStates:
         """Return what saves and loads an optimizer that was built from the model's parameters."""
         ...

@@ -97,7 +97,7 @@ class ShardedModel:
         module: nn.Module,
         plan: ShardPlan,
         mesh: DeviceMesh,
-        engine: Engine,
+        engine: Engine[ShardedModel],
         former: Iterable[weakref.ref[nn.Parameter]] = (),
     ) -> None:
         self.plan, self.mesh, self.engine = plan, mesh, engine

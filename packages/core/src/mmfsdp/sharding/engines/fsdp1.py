@@ -56,7 +56,7 @@ __all__ = ["Fsdp1Engine"]
 _OPEN_NO_SYNC = "_mmfsdp_open_no_sync"
 
 
-class Fsdp1Engine(Engine):
+class Fsdp1Engine(Engine[ShardedModel]):
     """Shards with flat parameters."""
 
     name, is_flat = "fsdp1", True

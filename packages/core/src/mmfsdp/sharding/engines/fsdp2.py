@@ -43,7 +43,7 @@ from mmfsdp.state.optimizers.dtensor_optimizer import DTensorStates
 __all__ = ["Fsdp2Engine", "ReplicateEngine"]
 
 
-class Fsdp2Engine(Engine):
+class Fsdp2Engine(Engine[ShardedModel]):
     """Shards with DTensors, so names, shapes and gradients stay those of the model."""
 
     name, is_flat = "fsdp2", False
