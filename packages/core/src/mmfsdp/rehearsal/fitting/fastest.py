@@ -196,10 +196,15 @@ def _better(found: Search, prober: Prober, choices: Sequence[Choice], memory: in
         return found
     if more.smallest is None:  # something fits
         more.faster = found.smallest
-    elif found.smallest is not None and more.smallest.estimate.nbytes >= found.smallest.estimate.nbytes:
+    elif found.smallest is not None and _needs(more.smallest) >= _needs(found.smallest):
         return found
     more.invalid += found.invalid
     return more
+
+
+def _needs(found: Found) -> tuple[int, int]:
+    """Return the bytes of the device, which come in segments of 2 MiB, and the bytes at the peak, which decide ties."""
+    return found.estimate.nbytes, found.estimate.peak.nbytes
 
 
 def _differences(shown: Choice, other: Choice) -> dict[str, Any]:
