@@ -48,7 +48,7 @@ LEVELS: tuple[dict[str, str], ...] = (
         "torch_style": "basics collective config errors planning runtime sharding state",
     },
     {
-        "frontends": "basics checkpoint errors planning sharding torch_style",
+        "frontends": "basics checkpoint errors planning rehearsal sharding torch_style",
         "parity": "basics config errors planning rehearsal runtime saving sharding state testing",
     },
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,9 +50,8 @@ def proof_of(folder: Path, *changes: tuple[str, str], wrong: bool = False, **mor
     model = ("type='Pictured'", f"type='TwoUpdates', wrong={wrong}")
     read(folder, model, ("tests.mmengine_adapter.pictured", __name__), *changes)
     path = str(folder / "config.py")
-    made = RemadeStep(path, 2)
-    step = {"step": made.whole, "optimizer": made.optimizer, "accumulate": made.step.accumulate}
-    return prove(partial(made_model, path), made.batch, **step, max_norm=made.step.max_norm, steps=1, **more)
+    step = replace(RemadeStep(path, 2).sent(), evaluate=None)
+    return prove(partial(made_model, path), **step.proof_arguments(), steps=1, **more)
 
 
 def made_model(path: str) -> torch.nn.Module:

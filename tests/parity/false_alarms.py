@@ -19,6 +19,7 @@ import torch
 from tests.parity.families import FAMILIES, batch_of, build, loss_of
 
 from mmfsdp.config import ShardConfig
+from mmfsdp.frontends import TrainingStep
 from mmfsdp.parity import Proof
 from mmfsdp.parity.proving.launched import Local
 from mmfsdp.parity.proving.proof_task import Task, parts_of
@@ -72,10 +73,9 @@ def proofs(family: str, precision: str, plans: tuple[str, ...] = tuple(PLANS)) -
             if precision == "bf16":
                 config["precision"] = "bf16"
             batch = batch_of(family, SAMPLES)
-            task = Task(
-                partial(build, family), batch, ranks, parts_of(batch, ranks, again), ShardConfig.from_dict(config),
-                partial(loss_of, family), None, 1.0, accumulate, "cpu",
-            )  # fmt: skip
+            step = TrainingStep(batch, partial(loss_of, family), max_norm=1.0, accumulate=accumulate)
+            parts, sharded = parts_of(batch, ranks, again), ShardConfig.from_dict(config)
+            task = Task(partial(build, family), step, ranks, parts, sharded, "cpu")
             if (reference := references.get(home)) is None:
                 reference = references[home] = train_reference(Local(), task, home, 2 * STEPS)
             yield plan, prove_beside(Local(), task, reference, Path(folder, str(place)), STEPS, again)

@@ -15,6 +15,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.errors import ConfigError, RehearsalError
+from mmfsdp.frontends import TrainingStep
 from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.bounds import Known, resharded_seconds
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for
@@ -23,6 +24,7 @@ from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.rates import rates_of
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.rehearsing import rehearse_once
+from mmfsdp.rehearsal.running.fake_run import Target
 from mmfsdp.rehearsal.timing.device_names import device_of
 
 WIDTH, ROWS = 2048, 8192
@@ -65,7 +67,7 @@ def on_meta(**settings: Any) -> tuple[nn.Module, torch.Tensor]:
 
 
 def prober(model: nn.Module, batch: torch.Tensor, ranks: int = RANKS) -> Prober:
-    return Prober(model, batch, ranks, device_of("h100"), options={"max_norm": 1.0})
+    return Prober(model, TrainingStep(batch, max_norm=1.0), ranks, device_of("h100"))
 
 
 CHOICES = [
@@ -203,9 +205,9 @@ def test_one_step_tells_what_the_second_of_two_tells() -> None:
     idle.register_parameter("idle", nn.Parameter(torch.empty(1000, 1000, device="meta")))
     for given, accumulate in ((model, 2), (idle, 1)):
         plan = mmfsdp.plan(given, {"precision": "bf16"}, mesh=RANKS)
-        options = {"optimizer": "adamw", "max_norm": 1.0, "accumulate": accumulate, "device_type": "cuda"}
-        two = mmfsdp.rehearse(plan, given, batch, **options)
-        one = rehearse_once(plan, given, batch, **options)
+        options = {"optimizer": "adamw", "max_norm": 1.0, "accumulate": accumulate}
+        two = mmfsdp.rehearse(plan, given, batch, **options, device_type="cuda")
+        one = rehearse_once(given, TrainingStep(batch, **options), Target(plan, device_type="cuda"))
         assert (one.peak.by_kind, one.device_bytes()) == (two.peak.by_kind, two.device_bytes())
         assert one.time("h100").seconds == two.time("h100").seconds
 

@@ -26,6 +26,7 @@ from tests.parity.false_alarms import proofs
 import mmfsdp
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
+from mmfsdp.frontends import TrainingStep
 from mmfsdp.parity.proving.proof_runs import run_reference
 from mmfsdp.parity.proving.proof_task import Task, is_alone
 from mmfsdp.rehearsal.running.step import call_with, default_loss
@@ -244,10 +245,8 @@ def alive(rank: int, task: Task, folder: str) -> list[bool]:
 
 def test_a_run_frees_its_model(tmp_path: Path) -> None:
     """Fails without a collection: the process that computes the next one would hold both."""
-    batch = torch.empty(2, 4)
-    task = Task(
-        partial(Remembered, 4, 4), batch, 2, 2, ShardConfig(), default_loss, None, 1.0, 1, "cpu", evaluate=call_with
-    )
+    step = TrainingStep(torch.empty(2, 4), default_loss, evaluate=call_with, max_norm=1.0)
+    task = Task(partial(Remembered, 4, 4), step, 2, 2, ShardConfig(), "cpu")
     [found] = run_ranks(alive, 1, task, str(tmp_path / "record"))
     assert found
     assert not any(found)

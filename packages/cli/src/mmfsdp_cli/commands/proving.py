@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from mmfsdp_cli.printing.help import Command
 if TYPE_CHECKING:
     import torch.nn as nn
 
-    from mmfsdp.frontends import ReadConfig
+    from mmfsdp.frontends import ReadConfig, TrainingStep
 
 __all__ = ["prove_command"]
 
@@ -95,14 +96,14 @@ def prove_command(
 
             step = _step(batch, batch_size, chosen.model, built, source)
             if no_evaluation:
-                step.pop("evaluate", None)
+                step = replace(step, evaluate=None)
             if accumulate is not None:
-                step["accumulate"] = accumulate
+                step = replace(step, accumulate=accumulate)
             if optimizer is not None or settings.config.optimizer is not None:
-                step["optimizer"] = optimizer
+                step = replace(step, optimizer=optimizer)
             proof = prove(
                 partial(_build, chosen.model, given),
-                **step,
+                **step.proof_arguments(),
                 ranks=None if ranks is None else int(ranks),
                 config=settings.config,
                 steps=steps,
@@ -120,22 +121,17 @@ def prove_command(
 
 def _step(
     batch: tuple[str, ...], batch_size: str | None, path: str, model: nn.Module, source: ReadConfig | None
-) -> dict[str, Any]:
-    """Return the arguments of `mmfsdp.prove` that describe a step."""
+) -> TrainingStep:
+    """Return the step to prove."""
+    from mmfsdp.frontends import RemadeStep, TrainingStep
+
     if batch_size is None:
-        return {"batch": batch_of(batch, model)}
+        return TrainingStep(batch_of(batch, model), max_norm=1.0)
     if source is None:
         raise click.BadParameter(
             "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
         )
-    from mmfsdp.frontends import RemadeStep
-
-    made = RemadeStep(path, None if batch_size == "own" else int(batch_size))
-    step: dict[str, Any] = {"batch": made.batch, "optimizer": made.optimizer}
-    step |= {"loss": made.loss} if made.step.step is None else {"step": made.whole}
-    if made.step.evaluate is not None:
-        step["evaluate"] = made.evaluate
-    return {**step, "max_norm": made.step.max_norms or made.step.max_norm, "accumulate": made.step.accumulate}
+    return RemadeStep(path, None if batch_size == "own" else int(batch_size)).sent()
 
 
 def _build(name: str, given: Mapping[str, Any]) -> nn.Module:

@@ -102,7 +102,8 @@ def static_part_first(plan: ShardPlan, step: TrainingStep, *, as_json: bool) -> 
     except RehearsalError:
         if not as_json:
             print_plan(plan)
-            say(f"\n{memory_of(plan, known_optimizer(step.optimizer))}\n")
+            named = step.optimizer if step.optimizer or plan.optimizer else "adamw"
+            say(f"\n{memory_of(plan, known_optimizer(named))}\n")
         raise
 
 

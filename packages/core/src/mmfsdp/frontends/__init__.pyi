@@ -6,4 +6,4 @@ from mmfsdp.frontends.findings import Finding as Finding
 from mmfsdp.frontends.findings import Level as Level
 from mmfsdp.frontends.model_building import build_model as build_model
 from mmfsdp.frontends.remade_steps import RemadeStep as RemadeStep
-from mmfsdp.frontends.training_step import TrainingStep as TrainingStep
+from mmfsdp.rehearsal.running.training_step import TrainingStep as TrainingStep

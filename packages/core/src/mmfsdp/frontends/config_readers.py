@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch.nn as nn
 
     from mmfsdp.frontends.findings import Diagnosis
-    from mmfsdp.frontends.training_step import TrainingStep
+    from mmfsdp.rehearsal.running.training_step import TrainingStep
     from mmfsdp.torch_style.arguments import Translated
 
 __all__ = ["GROUP", "ReadConfig", "read_config"]

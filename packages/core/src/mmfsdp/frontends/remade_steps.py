@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from mmfsdp.frontends.config_readers import read_config
 if TYPE_CHECKING:
     import torch.nn as nn
 
-    from mmfsdp.frontends.training_step import TrainingStep
+    from mmfsdp.rehearsal.running.training_step import TrainingStep
 
 __all__ = ["RemadeStep"]
 
@@ -34,6 +35,19 @@ class RemadeStep:
     def step(self) -> TrainingStep:
         """The step, which each process makes once."""
         return _step(self._path, self._batch_size)
+
+    def sent(self) -> TrainingStep:
+        """Return the step made of this object's methods, which can be sent to other processes."""
+        own = self.step
+        return replace(
+            own,
+            batch=self.batch,
+            loss=self.loss if own.step is None else None,
+            step=None if own.step is None else self.whole,
+            evaluate=None if own.evaluate is None else self.evaluate,
+            optimizer=self.optimizer,
+            ema=None,
+        )
 
     def batch(self, number: int) -> Any:
         """Return the config's batch with the elements of each tensor in another order, so that all samples differ.

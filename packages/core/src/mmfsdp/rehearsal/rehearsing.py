@@ -15,12 +15,13 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.running.averaged_weights import EmaFn
-from mmfsdp.rehearsal.running.fake_run import IdleError, run_fake
+from mmfsdp.rehearsal.running.fake_run import IdleError, Target, run_fake
 from mmfsdp.rehearsal.running.optimizers import OptimizerFn
 from mmfsdp.rehearsal.running.step import LossFn
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.timing.device_specs import Device
 
-__all__ = ["rehearse", "rehearse_once"]
+__all__ = ["rehearse", "rehearse_once", "rehearse_step"]
 
 
 def rehearse(
@@ -88,54 +89,45 @@ def rehearse(
         ConfigError: A setting is wrong, or the model cannot be copied.
         MmfsdpError: See `mmfsdp.plan`.
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate is a number of micro-batches, at least 1, got {accumulate!r}.")
-    if assume is not None and not (isinstance(assume, int | float) and 0 <= assume <= 1):
-        raise ConfigError(f"assume is the share of elements that masks select, between 0 and 1, got {assume!r}.")
-    if not train and (max_norm is not None or ema is not None or reduce_each or accumulate != 1):
-        raise ConfigError("A step with train=False has no gradients: drop max_norm, accumulate, reduce_each and ema.")
-    if not isinstance(plan, ShardPlan):
-        plan = make_plan(model, plan, 1 if mesh is None else mesh)
-    elif mesh is not None:
-        raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
-    check_plain(model)
-    if not 0 <= rank < plan.mesh.world_size:
-        raise MeshError(f"Rank {rank} is not in {plan.mesh}.")
-    return run_fake(
-        plan,
-        model,
+    step = TrainingStep(
         batch,
-        rank=rank,
         loss=loss,
         optimizer=optimizer,
         max_norm=max_norm,
         accumulate=accumulate,
-        device_type=device_type,
-        assume=assume,
         ema=ema,
-        device=device,
+        assume=assume,
         reduce_each=reduce_each,
         train=train,
     )
+    if not isinstance(plan, ShardPlan):
+        plan = make_plan(model, plan, 1 if mesh is None else mesh)
+    elif mesh is not None:
+        raise ConfigError("A plan has its mesh already. Drop mesh, or give a config instead of the plan.")
+    return rehearse_step(model, step, Target(plan, rank, device, device_type))
 
 
-def rehearse_once(
-    plan: ShardPlan, model: nn.Module, batch: Any, *, recipes: Recipes | None = None, **options: Any
-) -> Rehearsal:
+def rehearse_step(model: nn.Module, step: TrainingStep, target: Target) -> Rehearsal:
+    """Rehearse a step as `rehearse` does, by its description."""
+    check_plain(model)
+    if not 0 <= target.rank < target.plan.mesh.world_size:
+        raise MeshError(f"Rank {target.rank} is not in {target.plan.mesh}.")
+    return run_fake(model, step, target)
+
+
+def rehearse_once(model: nn.Module, step: TrainingStep, target: Target, *, recipes: Recipes | None = None) -> Rehearsal:
     """Run one step instead of two: the optimizer makes its state from gradients of zeros.
 
     Takes little more than half the time of `rehearse`, and records the same, unless the model or averaged weights do
     something else in their first step. If a parameter gets no gradient, and so has no state, two steps run after all.
 
     Args:
-        plan: The plan.
         model: See `rehearse`.
-        batch: See `rehearse`.
+        step: The step.
+        target: The plan, the rank and the device.
         recipes: What other rehearsals for the same device know of operators; this one uses it, and adds to it.
-        **options: The other arguments of `rehearse` but ``mesh``, with the same defaults.
     """
-    settings = {name: value for name, value in (rehearse.__kwdefaults__ or {}).items() if name != "mesh"} | options
     try:
-        return run_fake(plan, model, batch, **settings, recipes=recipes, once=True)
+        return run_fake(model, step, target, recipes=recipes, once=True)
     except IdleError:
-        return run_fake(plan, model, batch, **settings, recipes=recipes)
+        return run_fake(model, step, target, recipes=recipes)

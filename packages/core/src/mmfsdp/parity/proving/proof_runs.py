@@ -114,12 +114,12 @@ def _train(
     parts = task.parts // dist.get_world_size()
     record = PartedRecording(Path(folder), module, optimizers, parts=parts, perturb=perturb, first_step=first)
     run = ProofSteps(task, module, optimizers, record, parts, is_sharded, first)
-    take = run.step_of_losses if task.step is None else run.whole_step
+    take = run.step_of_losses if task.training.step is None else run.whole_step
     ended = []
     with contextlib.closing(record):
         for step in steps:
             take(step)
-            if step in evaluated and task.evaluate is not None:
+            if step in evaluated and task.training.evaluate is not None:
                 run.evaluate(step)
             ended.append(run.ended)
     if save is not None:

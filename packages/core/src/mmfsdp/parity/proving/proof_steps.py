@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mmfsdp.parity.proving.proof_task import Task
 from mmfsdp.parity.proving.threads_in_turn import PartOptimizer, Turns
 from mmfsdp.parity.records.parts import PartedRecording
+from mmfsdp.rehearsal.running.step import default_loss
 from mmfsdp.runtime.gradients.clipping import global_norm
 from mmfsdp.runtime.refusals.grad_scaler import GradScaler
 from mmfsdp.runtime.sharded_model import find_sharded_model
@@ -52,7 +53,7 @@ class ProofSteps:
 
         All have the buffers of the first rank then, which are those of checkpoints: those of batch norms differ.
         """
-        assert self.task.evaluate is not None
+        assert self.task.training.evaluate is not None
         was_training = [module.training for module in self.module.modules()]
         self.module.eval()
         self.record.play(0)
@@ -65,7 +66,7 @@ class ProofSteps:
                 self.record.play(part)
                 own = [buffer.clone() for buffer in buffers]
                 _copy(shared, buffers)
-                self.task.evaluate(self.module, self._batch(step, 0, part))
+                self.task.training.evaluate(self.module, self._batch(step, 0, part))
                 _copy(own, buffers)
         self.record.play(0)
         for module, training in zip(self.module.modules(), was_training, strict=True):
@@ -73,19 +74,20 @@ class ProofSteps:
 
     def step_of_losses(self, step: int) -> None:
         """Compute the loss of each part in turn, and update."""
-        last = (self.task.accumulate - 1, self.parts - 1)
-        for place, part in itertools.product(range(self.task.accumulate), range(self.parts)):
+        compute = self.task.training.loss or default_loss
+        last = (self.task.training.accumulate - 1, self.parts - 1)
+        for place, part in itertools.product(range(self.task.training.accumulate), range(self.parts)):
             self.record.play(part)
             batch = self._batch(step, place, part)
             with contextlib.nullcontext() if (place, part) == last else self._held():
-                loss = self.task.loss(self.module, batch) / self.task.accumulate
+                loss = compute(self.module, batch) / self.task.training.accumulate
                 self.record.loss(loss)
                 self._scaler.scale(loss).backward()
         self._average([*self.module.parameters()])
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
         self.record.before_clipping()
-        self.record.norm(self._clip(self.module, self._max_norm(0)))
+        self.record.norm(self._clip(self.module, self.task.max_norm(0)))
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()
@@ -113,9 +115,9 @@ class ProofSteps:
                 meet = partial(turns.meet, part, place, partial(self._update, place))
                 views.append(PartOptimizer(optimizer, meet, zero_grad))
             given = views if len(views) > 1 else views[0]
-            for place in range(self.task.accumulate):
-                assert self.task.step is not None
-                self.task.step(self.module, self._batch(step, place, part), given)
+            for place in range(self.task.training.accumulate):
+                assert self.task.training.step is not None
+                self.task.training.step(self.module, self._batch(step, place, part), given)
 
         turns.run([partial(take, part) for part in range(self.parts)])
         if len(self.optimizers) > 1:
@@ -125,7 +127,7 @@ class ProofSteps:
         """Return a part's micro-batch, and begin its random numbers, which do not depend on where it is computed."""
         part += dist.get_rank() * self.parts
         batch = self.task.micro_batch(self.module, step, place, part)
-        torch.manual_seed(1 + (step * self.task.accumulate + place) * self.task.parts + part)
+        torch.manual_seed(1 + (step * self.task.training.accumulate + place) * self.task.parts + part)
         return batch
 
     def _update(self, place: int) -> None:
@@ -135,7 +137,7 @@ class ProofSteps:
         own = [param for group in optimizer.param_groups for param in group["params"]]
         self._average([*self.module.parameters()] if is_one else own)
         self.record.before_clipping(optimizer)
-        self.record.norm(self._clip(self.module if is_one else own, self._max_norm(place)))
+        self.record.norm(self._clip(self.module if is_one else own, self.task.max_norm(place)))
         optimizer.step()
         if is_one:
             self._end()
@@ -152,9 +154,6 @@ class ProofSteps:
 
     def _clip(self, params: nn.Module | Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         return clip_grad_norm_(params, max_norm) if self.is_sharded else _clip(params, max_norm)
-
-    def _max_norm(self, place: int) -> float:
-        return self.task.max_norm[place] if isinstance(self.task.max_norm, tuple) else self.task.max_norm
 
     def _held(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which gradients are not reduced."""

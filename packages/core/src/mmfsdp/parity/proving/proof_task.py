@@ -17,6 +17,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.running.optimizers import make_optimizer, optimizer_from, optimizer_of
 from mmfsdp.rehearsal.running.realising import real_model
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
 __all__ = ["Against", "OptimizersFn", "Task", "is_alone", "parts_of"]
@@ -34,27 +35,16 @@ class Task:
     """The computation of each run; it is sent to ranks."""
 
     factory: Callable[[], nn.Module]
-    batch: Any
-    """Tensors with the shapes of what one rank gets, or a function that makes it from a number."""
+    training: TrainingStep
+    """The step; tensors of its batch have the shapes of what one rank gets."""
     ranks: int
     parts: int
     """Into how many parts the batch of all ranks is divided: as many on each rank of every run."""
     config: ShardConfig
-    loss: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: str | OptimizersFn | None
-    """None for the one that the plan names, or AdamW."""
-    max_norm: float | tuple[float, ...]
-    """The norm to clip gradients to, or that of each optimizer."""
-    accumulate: int
     device: str
     """The type of device to compute on."""
     against: Against = "alone"
     """Whether the reference runs in one process, or as DDP on all ranks."""
-
-    step: Callable[[nn.Module, Any, Any], Any] | None = None
-    """Takes a whole step, instead of the loss; see `mmfsdp.prove`."""
-    evaluate: Callable[[nn.Module, Any], Any] | None = None
-    """Evaluates the model, if it can be evaluated."""
 
     def model(self) -> nn.Module:
         """Return the model."""
@@ -67,24 +57,31 @@ class Task:
         Raises:
             ConfigError: They cannot be made, or there is another number of norms to clip to.
         """
-        if is_sharded and self.optimizer is None:
+        if is_sharded and self.training.optimizer is None:
             made = [optimizer_of(None, module, find_sharded_model(module).plan, self.device)]
         else:
-            given, params = self.optimizer or "adamw", list(module.parameters())
+            given, params = self.training.optimizer or "adamw", list(module.parameters())
             found = (optimizer_from(given) if isinstance(given, str) else given)(params)
             several = [found] if isinstance(found, Optimizer) else [*found]
             made = [make_optimizer(partial(_itself, one), params, self.device) for one in several]
-        if isinstance(self.max_norm, tuple) and len(self.max_norm) != len(made):
+        norms = self.training.max_norms
+        if norms and len(norms) != len(made):
             raise ConfigError(
-                f"There are {len(made)} optimizers, and {len(self.max_norm)} norms to clip their gradients to.",
+                f"There are {len(made)} optimizers, and {len(norms)} norms to clip their gradients to.",
                 config="max_norm",
             )
         return made
 
+    def max_norm(self, index: int) -> float:
+        """Return the norm to clip the gradients of an optimizer to; infinity for no clipping."""
+        given = self.training.max_norms[index] if self.training.max_norms else self.training.max_norm
+        return math.inf if given is None else given
+
     def micro_batch(self, model: nn.Module, step: int, place: int, part: int) -> Any:
         """Return a part of the batch that all ranks share, whatever their number."""
-        if callable(self.batch):
-            made = self.batch((step * self.accumulate + place) * self.parts + part)
+        given = self.training.batch
+        if callable(given):
+            made = given((step * self.training.accumulate + place) * self.parts + part)
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), made)
         generator = torch.Generator().manual_seed(1000 * step + place)
         sizes = [
@@ -102,12 +99,11 @@ class Task:
                 drawn = torch.randint(0, below, whole, generator=generator).to(shape.dtype)
             return drawn.chunk(self.parts)[part].to(self.device)
 
-        if isinstance(self.batch, Mapping):
+        if isinstance(given, Mapping):
             return {
-                name: tree_map_only(torch.Tensor, partial(draw, name=str(name)), value)
-                for name, value in self.batch.items()
+                name: tree_map_only(torch.Tensor, partial(draw, name=str(name)), value) for name, value in given.items()
             }
-        return tree_map_only(torch.Tensor, draw, self.batch)
+        return tree_map_only(torch.Tensor, draw, given)
 
 
 def _itself(made: Optimizer, params: Iterable[torch.Tensor]) -> Optimizer:
@@ -121,7 +117,7 @@ def is_alone(task: Task) -> str:
         return "mixed precision"
     if precision.storage_dtype is not None:
         return f"weights in {precision.storage_dtype}"
-    return "its optimizer" if task.optimizer is None and task.config.optimizer is not None else ""
+    return "its optimizer" if task.training.optimizer is None and task.config.optimizer is not None else ""
 
 
 def parts_of(batch: Any, ranks: int, again: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from mmfsdp.parity.proving.launched import Launched, Local, are_launched
 from mmfsdp.parity.proving.proof import Proof
 from mmfsdp.parity.proving.proof_runs import run_reference, run_sharded
 from mmfsdp.parity.proving.proof_task import Against, OptimizersFn, Task, is_alone, parts_of
-from mmfsdp.rehearsal.running.step import call_with, default_loss
+from mmfsdp.rehearsal.running.step import call_with
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 
 __all__ = ["Reference", "prove", "prove_beside", "train_reference"]
 
@@ -112,23 +112,21 @@ def prove(
     shapes = batch
     if not callable(batch):
         shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
-    task = Task(
-        factory=factory,
-        batch=shapes,
-        ranks=ranks,
-        parts=parts_of(shapes, ranks, again),
-        config=settings,
-        loss=loss or default_loss,
+    training = TrainingStep(
+        shapes,
+        loss=loss,
+        step=step,
         evaluate=evaluate or (call_with if loss is None and step is None else None),
         optimizer=optimizer,
-        max_norm=tuple(map(_norm, max_norm)) if isinstance(max_norm, Sequence) else _norm(max_norm),
+        max_norm=None if isinstance(max_norm, Sequence) else max_norm,
+        max_norms=tuple(max_norm) if isinstance(max_norm, Sequence) else (),
         accumulate=accumulate,
-        device=found.device,
-        against=against,
-        step=step,
     )
+    task = Task(factory, training, ranks, parts_of(shapes, ranks, again), settings, found.device, against)
     if step is not None and loss is not None:
         raise ConfigError("prove() takes a loss or a whole step, not both.", config="step")
+    if isinstance(max_norm, Sequence) and not max_norm:
+        raise ConfigError("max_norm is an empty list. Write a norm for each optimizer, or None.", config="max_norm")
     if step is None and isinstance(max_norm, Sequence):
         raise ConfigError("A norm for each optimizer needs step=..., which clips when one steps.", config="max_norm")
     if against not in ("alone", "ddp"):
@@ -203,10 +201,6 @@ def prove_beside(
         task.against,
         found.rank,
     )
-
-
-def _norm(given: float | None) -> float:
-    return math.inf if given is None else given
 
 
 def _perturbed(reference: Path, seed: int | None) -> Path:

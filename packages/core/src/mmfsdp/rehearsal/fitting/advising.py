@@ -19,11 +19,13 @@ from mmfsdp.rehearsal.fitting.changes import Change, changes_of
 from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_place
 from mmfsdp.rehearsal.fitting.probing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.shortening import short_models, stacks_of
-from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
+from mmfsdp.rehearsal.rehearsing import rehearse_once, rehearse_step
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.running.averaged_weights import EmaFn
+from mmfsdp.rehearsal.running.fake_run import Target
 from mmfsdp.rehearsal.running.optimizers import OptimizerFn, make_optimizer
 from mmfsdp.rehearsal.running.step import LossFn
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.savings import Saving
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import human_seconds
@@ -94,19 +96,13 @@ def advise(
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"count is a number of changes, at least 1, got {count!r}.")
     given = plain_settings(config)
-    options: dict[str, Any] = {
-        "rank": rank,
-        "loss": loss,
-        "optimizer": optimizer,
-        "max_norm": max_norm,
-        "device_type": device_type,
-        "assume": assume,
-        "ema": ema,
-        "device": device,
-    }
-    step = rehearse(make_plan(model, given, mesh, policy=policy), model, batch, accumulate=accumulate, **options)
+    training = TrainingStep(
+        batch, loss=loss, optimizer=optimizer, max_norm=max_norm, accumulate=accumulate, ema=ema, assume=assume
+    )
+    target = Target(make_plan(model, given, mesh, policy=policy), rank, device, device_type)
+    step = rehearse_step(model, training, target)
     changes = changes_of(step, given, samples_of(batch, batch_dim), wraps=policy is None)[:_TRIED]
-    peaks = _Peaks(model, batch, mesh, policy, accumulate, options, batch_dim)
+    peaks = _Peaks(model, training, target, mesh, policy, batch_dim)
     if changes:
         peaks.check(given, step)
     found = [
@@ -135,16 +131,14 @@ class _Peaks:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        training: TrainingStep,
+        target: Target,
         mesh: int | tuple[int, int],
         policy: Any,
-        accumulate: int,
-        options: Mapping[str, Any],
         batch_dim: int,
     ) -> None:
-        self._batch_dim = batch_dim
-        self._model, self._batch, self._mesh, self._policy = model, batch, mesh, policy
-        self._accumulate, self._options = accumulate, options
+        self._model, self._training, self._target = model, training, target
+        self._mesh, self._policy, self._batch_dim = mesh, policy, batch_dim
         self._stacks = stacks_of(model)
         self._short = [*short_models(model, self._stacks)] if self._stacks else []
 
@@ -158,23 +152,25 @@ class _Peaks:
 
     def of(self, settings: Mapping[str, Any], divides: int = 1, *, reduces: bool = False) -> _Changed:
         """Return the peak of a step, and its rehearsals."""
-        rest = {**self._options, "accumulate": self._accumulate * divides, "reduce_each": reduces}
+        training = replace(
+            self._training,
+            batch=micro_batch(self._training.batch, divides, self._batch_dim),
+            accumulate=self._training.accumulate * divides,
+            reduce_each=reduces,
+        )
         if not self._short:
-            step = rehearse(*self._arguments(self._model, settings, divides), **rest)
+            step = rehearse_step(self._model, training, self._planned(self._model, settings))
             return _Changed(step.peak.nbytes, [(1.0, step)])
         steps, parts = [], []
         for short, weight, depths in self._short:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self._stacks}
-            step = rehearse_once(*self._arguments(short, settings, divides), **rest)
+            step = rehearse_once(short, training, self._planned(short, settings))
             steps.append((weight, step))
             parts.append((weight, highest_by_place(step, found)))
         return _Changed(combined(parts).nbytes, steps)
 
-    def _arguments(
-        self, model: nn.Module, settings: Mapping[str, Any], divides: int
-    ) -> tuple[ShardPlan, nn.Module, Any]:
-        batch = micro_batch(self._batch, divides, self._batch_dim)
-        return make_plan(model, settings, self._mesh, policy=self._policy), model, batch
+    def _planned(self, model: nn.Module, settings: Mapping[str, Any]) -> Target:
+        return replace(self._target, plan=make_plan(model, settings, self._mesh, policy=self._policy))
 
 
 def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks: _Peaks) -> Iterator[Saving]:

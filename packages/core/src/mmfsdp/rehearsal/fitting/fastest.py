@@ -22,6 +22,7 @@ from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.running.averaged_weights import EmaFn
 from mmfsdp.rehearsal.running.optimizers import OptimizerFn
 from mmfsdp.rehearsal.running.step import LossFn
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, links_of
@@ -111,14 +112,8 @@ def fit(
     samples = samples_of(batch, batch_dim)
     units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
     outside = [] if policy is not None else large_outside(make_plan(model, units, 1))
-    options = {
-        "loss": loss,
-        "optimizer": optimizer,
-        "max_norm": max_norm,
-        "assume": assume,
-        "ema": ema,
-    }
-    prober = Prober(model, batch, ranks, chosen, policy, options, batch_dim)
+    step = TrainingStep(batch, loss=loss, optimizer=optimizer, max_norm=max_norm, assume=assume, ema=ema)
+    prober = Prober(model, step, ranks, chosen, policy, batch_dim)
     together = chosen.links.ranks_per_node
     every = [*choices_for(settings, ranks, samples, outside=outside, ranks_per_node=together, choices=choices)]
     sections = REFINED - {*settings, *(choices or ()), *(() if policy is None else ("wrap",))}

@@ -22,8 +22,10 @@ from mmfsdp.rehearsal.fitting.computing import Computing, computing_of, summed
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.recording.known_results import Recipes
-from mmfsdp.rehearsal.rehearsing import rehearse, rehearse_once
+from mmfsdp.rehearsal.rehearsing import rehearse_once, rehearse_step
 from mmfsdp.rehearsal.result import Rehearsal
+from mmfsdp.rehearsal.running.fake_run import Target
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
@@ -72,11 +74,11 @@ class Prober:
 
     Args:
         model: The model, on any device.
-        batch: What one rank gets in a step.
+        step: The step, with all that one rank gets in it as its batch.
         ranks: Number of ranks.
         device: The device to train on.
         policy: A wrapping policy in place of the settings' one.
-        options: Further arguments of `rehearse`.
+        batch_dim: The dimension of the batch's tensors that counts samples.
 
     Attributes:
         stacks: The stacks of layers that short copies of the model shorten.
@@ -86,17 +88,15 @@ class Prober:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        step: TrainingStep,
         ranks: int,
         device: Device,
         policy: Any = None,
-        options: Mapping[str, Any] | None = None,
         batch_dim: int = 0,
     ) -> None:
-        self.model, self.batch, self.ranks = model, batch, ranks
-        self.device, self._batch_dim = device, batch_dim
+        self.model, self.ranks, self.device = model, ranks, device
         self.count = 0
-        self._policy, self._options = policy, {**(options or {}), "device": device}
+        self._step, self._policy, self._batch_dim = step, policy, batch_dim
         self.stacks: tuple[Stack, ...] = stacks_of(model)
         self._short = [*short_models(model, self.stacks)] if self.stacks else []
         self._known: dict[str, Estimate] = {}
@@ -201,16 +201,16 @@ class Prober:
 
     def _run(self, model: nn.Module, choice: Choice) -> Rehearsal:
         self.count += 1
-        plan = self._planned(model, choice)
-        batch = micro_batch(self.batch, choice.accumulate, self._batch_dim)
-        options = {
-            **self._options,
-            "accumulate": min(choice.accumulate, _REHEARSED),
-            "reduce_each": choice.reduces,
-        }
-        if options.get("ema") is not None:  # averaged weights compute something else in their first step
-            return rehearse(plan, model, batch, **options)
-        return rehearse_once(plan, model, batch, recipes=self._recipes, **options)
+        target = Target(self._planned(model, choice), device=self.device)
+        step = replace(
+            self._step,
+            batch=micro_batch(self._step.batch, choice.accumulate, self._batch_dim),
+            accumulate=min(choice.accumulate, _REHEARSED),
+            reduce_each=choice.reduces,
+        )
+        if step.ema is not None:  # averaged weights compute something else in their first step
+            return rehearse_step(model, step, target)
+        return rehearse_once(model, step, target, recipes=self._recipes)
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -41,10 +42,11 @@ from mmfsdp.rehearsal.recording.operator_results import Values
 from mmfsdp.rehearsal.recording.phases import Places
 from mmfsdp.rehearsal.recording.recorder import Recorder
 from mmfsdp.rehearsal.result import Rehearsal
-from mmfsdp.rehearsal.running.averaged_weights import Averages, EmaFn
+from mmfsdp.rehearsal.running.averaged_weights import Averages
 from mmfsdp.rehearsal.running.explaining import buffers_advice, explained, with_cast_buffers
-from mmfsdp.rehearsal.running.optimizers import OptimizerFn, optimizer_of
-from mmfsdp.rehearsal.running.step import LossFn, call_with, default_loss, run_forward, run_step
+from mmfsdp.rehearsal.running.optimizers import optimizer_of
+from mmfsdp.rehearsal.running.step import call_with, default_loss, run_forward, run_step
+from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.timing.device_names import target_of
 from mmfsdp.rehearsal.timing.device_specs import UNKNOWN, Device
 from mmfsdp.runtime.refusals.guards import unwatched
@@ -53,26 +55,38 @@ from mmfsdp.runtime.torch_fsdp2.unreduced import gradients_of
 from mmfsdp.sharding.apply import shard_in_place
 from mmfsdp.sharding.device_mesh import build_mesh
 
-__all__ = ["IdleError", "run_fake"]
+__all__ = ["IdleError", "Target", "run_fake"]
 
 
 class IdleError(Exception):
     """A parameter that may be trained gets no gradient."""
 
 
-def run_fake(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> Rehearsal:
+@dataclass(frozen=True)
+class Target:
+    """The rank that takes a step, and its device; see `mmfsdp.rehearse`."""
+
+    plan: ShardPlan
+    rank: int = 0
+    device: str | Device | None = None
+    device_type: str | None = None
+
+
+def run_fake(
+    model: nn.Module, step: TrainingStep, target: Target, *, once: bool = False, recipes: Recipes | None = None
+) -> Rehearsal:
     """Run a step, by default the second of two, and return its record.
 
     A step that fails where tensors of several dtypes meet runs again with buffers in the dtype of computation: only if
     that helps, the error says so.
 
     Args:
-        plan: The plan.
         model: The model that the plan is for.
-        batch: What the rank gets in a micro-batch.
-        **options: The other arguments of `mmfsdp.rehearse`. With ``once``, one step is run, for which the optimizer
-            makes its state from gradients of zeros. It does so, too, for a step that does not train. ``recipes`` are
-            what other rehearsals for the same device know of operators, and learn from this one.
+        step: The step.
+        target: The plan, the rank and the device.
+        once: Run one step, for which the optimizer makes its state from gradients of zeros. It does so, too, for a step
+            that does not train.
+        recipes: What other rehearsals for the same device know of operators, and learn from this one.
 
     Raises:
         IdleError: With ``once``, a parameter has no gradient, so the state that was made for it is not there.
@@ -80,38 +94,21 @@ def run_fake(plan: ShardPlan, model: nn.Module, batch: Any, **options: Any) -> R
         ConfigError: There is no such device, or it is of another type.
     """
     try:
-        return _run(plan, model, batch, **options)
+        return _run(model, step, target, once, recipes)
     except RehearsalError as error:
-        cast = with_cast_buffers(error.__cause__, plan, model)
+        cast = with_cast_buffers(error.__cause__, target.plan, model)
         if cast is None:
             raise
         try:
-            _run(cast, model, batch, **options)
+            _run(model, step, replace(target, plan=cast), once, recipes)
         except Exception:  # buffers are not why
             raise error from error.__cause__
         raise RehearsalError(f"{error.message}{buffers_advice(cast, model)}", **error.context) from error.__cause__
 
 
-def _run(
-    plan: ShardPlan,
-    model: nn.Module,
-    batch: Any,
-    *,
-    rank: int,
-    loss: LossFn | None,
-    optimizer: str | OptimizerFn | None,
-    max_norm: float | None,
-    accumulate: int,
-    device_type: str | None,
-    assume: float | None,
-    ema: EmaFn | None,
-    device: str | Device | None,
-    reduce_each: bool,
-    train: bool,
-    once: bool = False,
-    recipes: Recipes | None = None,
-) -> Rehearsal:
-    known, device_type = target_of(device, device_type)
+def _run(model: nn.Module, step: TrainingStep, target: Target, once: bool, recipes: Recipes | None) -> Rehearsal:
+    plan, rank, train = target.plan, target.rank, step.train
+    known, device_type = target_of(target.device, target.device_type)
     capability = None if known is None or known.capability == UNKNOWN else known.capability
     places = Places()
     with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
@@ -136,17 +133,17 @@ def _run(
             if plan.mesh.shard == 1:
                 whole = {unit.fqn: whole_bytes(unit) for unit in plan.units if unit.params}
         made = None
-        if train or optimizer is not None:
-            made = optimizer_of(optimizer, module, plan, "cpu" if offloads else device_type)
-        batches = [fake_batch(batch) for _ in range(accumulate)]
+        if train or step.optimizer is not None:
+            made = optimizer_of(step.optimizer, module, plan, "cpu" if offloads else device_type)
+        batches = [fake_batch(step.batch) for _ in range(step.accumulate)]
         on_cpu = device_type == "cpu"
-        if assume is not None:
+        if step.assume is not None:
             stack.enter_context(assumed_arrays(scalar))
         if not on_cpu:
             stack.enter_context(device_operators(mode, capability))
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
-        values = Values(places, results, assume, keeps=not state.is_fsdp1)
+        values = Values(places, results, step.assume, keeps=not state.is_fsdp1)
         scratch = cpu_scratch_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
         recorder = Recorder(mode, places, values, scratch, costs, offloads, whole, state.is_fsdp1)
         if graphs is not None:
@@ -155,9 +152,9 @@ def _run(
             _adopt(recorder, state, batches)
             with places.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):
                 averages = None
-                if ema is not None:
+                if step.ema is not None:
                     begin, places.phase = recorder.moment, "ema"
-                    averages = Averages(ema, module)
+                    averages = Averages(step.ema, module)
                     recorder.adopt_new(begin, "ema")
                 if made is not None and (once or not train):
                     _gather_once(module)
@@ -171,13 +168,13 @@ def _run(
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
                     begins = _beginning(recorder, state, idle)
-                    with explained(places, batch):
+                    with explained(places, step.batch):
                         if made is None or not train:
-                            run_forward(begins, module, micro_batches, loss or call_with)
+                            run_forward(begins, module, micro_batches, step.loss or call_with)
                         else:
                             average = None if averages is None else averages.update
-                            steps = begins, module, micro_batches, loss or default_loss, made, max_norm, average
-                            run_step(*steps, reduce_each=reduce_each)
+                            given = module, micro_batches, step.loss or default_loss, made, step.max_norm, average
+                            run_step(begins, *given, reduce_each=step.reduce_each)
                     recorder.adopt_new(dict(recorder.phases).get("ema", recorder.moment + 1) - 1, "ema")
                     # FSDP2 may replace shards with padded ones when the model first runs.
                     _adopt_model(recorder, module)
