@@ -185,7 +185,7 @@ class EvenBoxes:
     """Boxes by the rule of `sharded_box`, each with the rank that wrote it."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor, in elements."""
+    """Shape of the whole tensor, in elements."""
     mesh: tuple[int, ...]
     """Ranks per mesh dimension."""
     placements: tuple[int | None, ...]

@@ -146,7 +146,7 @@ def _side(size: int, count: int) -> int:
 
 
 def needless_parts(tensors: Mapping[str, Stored], scales: Mapping[str, str]) -> set[str]:
-    """Return the names of what nobody needs once codes are restored: their scales, and those of their inputs.
+    """Return the names of tensors that nobody needs once codes are restored: scales of codes and of their inputs.
 
     Args:
         tensors: The weights by name.

@@ -1,4 +1,4 @@
-"""Reads open files by their descriptor: those of the system, and those that another module gives a number.
+"""Reads open files by their descriptor: files of the system, and files to which another module gives a number.
 
 Readers of checkpoints work on descriptors. A file on a server gets a negative one, which the system never hands out.
 """
@@ -46,7 +46,7 @@ class VirtualFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release everything that it holds."""
 
 
 class RemoteLike(ABC):

@@ -22,7 +22,7 @@ __all__ = [
     "torch_name",
 ]
 
-# Canonical name -> (bytes per element, safetensors code). The codes are those of the format's own list:
+# Canonical name -> (bytes per element, safetensors code). The format's own list gives the codes:
 # https://github.com/huggingface/safetensors (`Dtype` in safetensors/src/tensor.rs); None where it has none.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "bool": (1, "BOOL"),

@@ -26,7 +26,7 @@ def boot_id() -> str | None:
 def process_id() -> str | None:
     """Return what identifies this process on its machine; None where ``/proc`` is missing.
 
-    Unlike a number alone, it differs from that of a later process, and of a process in another container.
+    Unlike a number alone, it is never the same for a later process or one in another container.
     """
     try:
         return f"{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{_state(os.getpid())[1]}"

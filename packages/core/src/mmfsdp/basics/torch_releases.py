@@ -60,7 +60,7 @@ ACCUMULATES_IN_GRAD = (2, 15)
 """Gradients that are not reduced yet stay in ``.grad`` of whole parameters, and a reset discards them."""
 
 FREES_RECEIVED_FIRST = (2, 15)
-"""In forward, what was received for one unit is freed before the next unit is copied from what it received."""
+"""In forward, the receive buffer of one unit is freed before the next unit is copied out of its own."""
 
 
 def torch_has(first: tuple[int, int]) -> bool:

@@ -80,7 +80,7 @@ class Chunk:
         return low, tuple(max(0, min(a + b, c + d) - first) for first, (a, b, c, d) in zip(low, ends, strict=True))
 
     def cut(self, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-        """Return what it shares with a box of the tensor, as a chunk of that box; ``None`` if they do not meet.
+        """Return the part shared with a box of the tensor, as a chunk of that box; ``None`` if they do not meet.
 
         Args:
             item: Bytes per element.
@@ -124,7 +124,7 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(4096)  # a model has few distinct shapes
 def simplified_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return strides, or ``None`` if they are those of a packed row-major box.
+    """Return strides, or ``None`` for a packed row-major box.
 
     The step along a dimension of one element means nothing; torch leaves any number there.
     """

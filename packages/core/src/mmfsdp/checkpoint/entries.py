@@ -97,11 +97,11 @@ class TensorEntry:
         return False
 
     def parts_in_turn(self) -> tuple[TensorEntry, ...]:
-        """Return what it is computed from, if that is read one part after the other."""
+        """Return the tensors from which it is computed, if they are read one after the other."""
         return ()
 
     def parts_together(self) -> tuple[TensorEntry, ...]:
-        """Return what it is computed from, if a block of each part is read in turn."""
+        """Return the tensors from which it is computed, if a block of each is read in turn."""
         return ()
 
     def repeats(self, dim: int) -> bool:

@@ -66,7 +66,7 @@ def crc32_of_stretch(
         end: The byte after its last.
         value: CRC-32 of what comes before it.
         advance: Called with the number of bytes after each block.
-        buffer: Memory to read into, if there is any already; its size is that of the blocks.
+        buffer: Memory to read into, if there is any already; blocks have its size.
 
     Returns:
         The CRC-32 and ``end``; if the file ends before, the CRC-32 of what there is and the size of the file.

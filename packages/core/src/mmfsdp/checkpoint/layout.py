@@ -49,7 +49,7 @@ class Layout:
     weights_beside: Callable[[], Sequence[str]] = field(default=tuple, repr=False, compare=False)
     """Finds checkpoints beside one of an optimizer, for an error that says where the weights may be."""
     notes: tuple[str, ...] = field(default=(), repr=False)
-    """What to know about how it was read, such as copies of tensors that an index passes over."""
+    """Notes on how it was read, such as copies of tensors that an index ignores."""
 
     @property
     def nbytes(self) -> int:

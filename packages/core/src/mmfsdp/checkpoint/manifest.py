@@ -37,7 +37,7 @@ MANIFEST_NAME = "manifest.json"
 """Its file name in the directory."""
 
 BLOCK = 1 << 18
-"""Bytes of a block: files have a checksum for each block beside that of the whole."""
+"""Bytes of a block: files have a checksum for each block beside the one of the whole."""
 
 _FORMAT = "mmfsdp.manifest"
 _LIMIT = 200_000_000  # bytes
@@ -126,7 +126,7 @@ def write_manifest(
 
 
 def manifest_bytes(*, save_id: str, world_size: int, files: Mapping[str, FileEntry]) -> bytes:
-    """Return the content of a ``manifest.json``; the arguments are those of `write_manifest`."""
+    """Return the content of a ``manifest.json``; for the arguments, see `write_manifest`."""
     content = {
         "format": _FORMAT,
         "version": 1,
@@ -207,7 +207,7 @@ def check_manifest(directory: Path, *, manifest: Manifest | None = None) -> Mani
 
 
 def wrong_size(path: Path, found: int, expected: int) -> CorruptCheckpointError:
-    """Return the error for a file whose length in bytes is not that of the manifest."""
+    """Return the error for a file that has another length in bytes than the manifest says."""
     return CorruptCheckpointError(
         f"{path.name} has {found} bytes (expected {expected} by {MANIFEST_NAME}): it is damaged, or of another save.",
         file=str(path),
@@ -245,7 +245,7 @@ def file_entry(name: str, described: Mapping[str, Any], *, block_size: Any) -> F
 
 
 def damaged_file(path: Path, found: int | None, expected: int) -> str:
-    """Return the message for a file whose checksum is not that of the manifest."""
+    """Return the message for a file that has another checksum than the manifest says."""
     shown = "unknown" if found is None else f"{found:08x}"
     return (
         f"{path.name} is damaged, or of another save: its CRC-32 is {shown} (expected {expected:08x} by "

@@ -1,6 +1,6 @@
-"""Finds what ``manifest.json`` says of the save and of one file, without reading what it says of the others.
+"""Finds the entries of the save and of one file in ``manifest.json``, without reading the entries of other files.
 
-A rank of thousands needs the checksums of the few files that it reads; those of all files are 32 MB for each terabyte.
+A rank of thousands needs the checksums of the few files that it reads; all checksums take 32 MB for each terabyte.
 A manifest that was formatted anew, or that lies on a server, is read whole.
 """
 

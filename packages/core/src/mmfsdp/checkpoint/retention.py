@@ -24,10 +24,10 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, pattern: str = "*") 
     """Return the latest complete checkpoint in a directory, or ``None`` if there is none, or no such directory.
 
     The one with the highest number in its name is the latest: ``epoch_10.pth`` comes after ``epoch_9.pth``, and
-    ``epoch_2_iter_5`` after ``epoch_2_iter_4``. Of those without any number, which come before all others, and of equal
-    ones it is the one that was modified last. Complete is a directory whose files are those of its manifest, and
-    whatever else `open_layout` reads; sizes are compared and data is not. What a killed save left, and what is being
-    written now, has another name.
+    ``epoch_2_iter_5`` after ``epoch_2_iter_4``. Names without a number come before all others. Among these, and among
+    equal numbers, the one that was modified last is the latest. A directory is complete if it holds the files of its
+    manifest, and whatever else `open_layout` reads; sizes are compared and data is not. What a killed save left, and
+    what is being written now, has another name.
 
     Not collective: one rank should ask, and tell the others.
 
@@ -36,8 +36,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, pattern: str = "*") 
         pattern: Names to look at, with ``*`` and ``?``: ``'iter_*'`` where there are ``epoch_*`` too.
 
     Returns:
-        Its path. If a process died while it replaced that checkpoint, there may be nothing at the path, but what
-        `open_layout` opens in its place.
+        Its path. If a process died while it replaced that checkpoint, there may be nothing at the path, but
+        `open_layout` finds what it left beside it.
 
     Raises:
         ConfigError: ``directory`` is empty.
@@ -52,7 +52,7 @@ def remove_old_checkpoints(
 ) -> tuple[Path, ...]:
     """Remove the complete checkpoints before the last few; return those that were removed.
 
-    The order is that of `latest_checkpoint`. What is not complete, or is being written, stays. A checkpoint leaves its
+    They are ordered as by `latest_checkpoint`. Incomplete and unfinished ones stay. A checkpoint leaves its
     path in one step.
 
     Not collective: for one rank to call, after a save is complete.
@@ -154,7 +154,7 @@ def _is_complete(path: Path) -> bool:
         with permission_errors(path):
             check_complete(path)
     except CheckpointPermissionError:
-        if _NUMBER.search(path.stem):  # other names, such as lost+found, are hardly those of checkpoints
+        if _NUMBER.search(path.stem):  # other directories, such as lost+found, are hardly checkpoints
             raise
         return False
     except (CheckpointError, OSError):

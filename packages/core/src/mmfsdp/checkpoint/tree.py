@@ -77,7 +77,7 @@ def leaves(tree: Any, limit: int = 10_000_000) -> Iterator[tuple[str, Any]]:
 
 
 def find_leaves(tree: Any, kind: type[T]) -> list[tuple[str, T]]:
-    """Return the leaves of a type with their paths, those of a shared container once; errors as for ``map_leaves``."""
+    """Return the leaves of a type with their paths, once for a shared container; errors as for ``map_leaves``."""
     found: list[tuple[str, T]] = []
 
     def visit(path: str, leaf: Any) -> Any:
@@ -193,7 +193,7 @@ class _Mapper:
 
 
 MODEL_KEYS = ("state_dict", "model")
-"""Keys of the weights: MMEngine's, and that of many training scripts."""
+"""Keys of the weights: MMEngine's, and the one of many training scripts."""
 
 OPTIMIZER_KEYS = ("optimizer", "optim")
 """Keys of the optimizer's state."""
@@ -379,7 +379,7 @@ def common_prefix(names: Collection[str], others: Collection[str]) -> str:
 
     Args:
         names: Names of tensors, such as ``'module.fc.weight'``.
-        others: Those of another checkpoint, such as ``'fc.weight'``.
+        others: Names in another checkpoint, such as ``'fc.weight'``.
     """
     known = {*others}
     first = min((name for name in names), key=len, default="")

@@ -117,7 +117,7 @@ def host_of() -> str:
 
 
 def kernel_of() -> str:
-    """Return text that is the same for all processes that share a page cache: those of one boot of one host."""
+    """Return text that is the same for all processes of one boot of one host, which share a page cache."""
     return f"{host_of()} {boot_id() or os.getpid()}"  # if it is not known, each process counts as a host
 
 

@@ -30,7 +30,7 @@ def init_process_group(
 
     Use it in place of ``torch.distributed.init_process_group`` under ``torchrun --max-restarts``. torchrun keeps the
     store in which ranks leave their addresses from one attempt to the next. With torch's function new ranks may find
-    those of dead ones there, and then fail with "Connection refused", or hang.
+    addresses of dead ones there, and then fail with "Connection refused", or hang.
 
     Args:
         backend: torch's backends. By default ``"cpu:gloo,cuda:nccl"`` where there is a GPU, else ``"gloo"``.
@@ -94,7 +94,7 @@ def _agree_on_prefix(store: Store, rank: int, world_size: int, timeout: timedelt
     """Return a text that all living ranks, and no rank of an earlier attempt, have.
 
     The store may hold keys of ranks that died. Each rank greets with a name of its own and takes only an answer to that
-    name. The first rank answers to whatever greetings it finds, until each rank has answered to what it was told.
+    name. The first rank answers every greeting that it finds, until each rank has confirmed its answer.
     """
     own = uuid.uuid4().hex
     if rank:

@@ -1,4 +1,4 @@
-"""Sends the pieces of a bucket in one message to each rank, with a word about each matrix."""
+"""Sends the pieces of a bucket in one message to each rank, with a status element for each matrix."""
 
 from __future__ import annotations
 

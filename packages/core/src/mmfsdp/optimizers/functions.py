@@ -1,4 +1,4 @@
-"""Functions of one whole matrix: Muon's orthogonalisation, and those of users."""
+"""Functions of one whole matrix: Muon's orthogonalisation, and users' own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MatrixFunction:
     step_size: Callable[[float, int, int, Mapping[str, Any]], float]
     """``(lr, rows, columns, settings)``: what the update is multiplied by."""
     dtype: torch.dtype | None = None
-    """The dtype in which matrices and updates are sent; None is that of the gradient."""
+    """The dtype in which matrices and updates are sent; None is the gradient's."""
 
 
 def orthogonalise(matrix: torch.Tensor, state: dict[str, Any], settings: Mapping[str, Any]) -> torch.Tensor:

@@ -41,7 +41,7 @@ def matrices_of(shape: Sequence[int], *, parts: int = 1, is_stack: bool = False)
         shape: The parameter's shape: of a matrix; of a convolution (out, in, kernel...), which is a matrix of out rows;
             or of a stack of matrices.
         parts: Matrices that are one below the other, as the fused weights of q, k and v. They have equally many rows.
-        is_stack: Whether the first dimension counts matrices, as that of the weights of experts does.
+        is_stack: Whether the first dimension counts matrices, as it does in weights of experts.
 
     Raises:
         PlanError: The shape cannot be divided so.

@@ -34,7 +34,7 @@ class MatrixOptimizer(Optimizer):
     """Updates matrices by a function that needs them whole, with momentum and decoupled weight decay.
 
     Momentum stays sharded as its parameter is. In a step the shards of each matrix travel to its owner in one message
-    per bucket, and the update travels back in one. The order of operations on elements is that of ``torch.optim.Muon``.
+    per bucket, and the update travels back in one. Operations on elements have the order of ``torch.optim.Muon``.
 
     `step` is collective: every rank of the parameters' meshes. Constructing it is not.
 
@@ -43,10 +43,10 @@ class MatrixOptimizer(Optimizer):
             DTensors must be divided by rows, as ``fully_shard`` does.
         function: What is done with each matrix.
         defaults: Settings of param groups that lack them: ``lr``, ``momentum``, ``nesterov``, ``weight_decay``,
-            ``parts``, ``is_stack``, and those of ``function``; see `matrix_optimizer`.
+            ``parts``, ``is_stack``, and the settings of ``function``; see `matrix_optimizer`.
         mesh: The ranks that train parameters that are plain tensors, whole on each of them with the same gradients.
             None: only this rank does.
-        names: Names of parameters by ``id()``, for errors. Default: those of the param groups.
+        names: Names of parameters by ``id()``, for errors. Default: the names in the param groups.
         bucket_bytes: The most that the matrices of a bucket take in messages; a larger parameter is one of its own.
     """
 

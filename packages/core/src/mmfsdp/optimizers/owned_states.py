@@ -24,7 +24,7 @@ _States = dict[tuple[int, int], dict[str, Any]]
 
 
 class OwnedStates:
-    """The states of a function, of the matrices that this rank owns; those of all ranks after loading, until a step."""
+    """The states of a function, for the matrices that this rank owns; after loading, until a step, for all matrices."""
 
     def __init__(self, states: _States | None = None) -> None:
         self._states: _States = states or {}

@@ -1,4 +1,4 @@
-"""Tells which elements of flattened parameters each rank of a mesh holds, and who has what of a matrix."""
+"""Finds which elements of flattened parameters, and which parts of a matrix, each rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorDivision:
         return offsets[0] * row, (offsets[0] + sizes[0]) * row
 
     def sources(self, owner: int) -> list[int]:
-        """Return the ranks that hold the tensor together with ``owner``: those of the same replica, in order."""
+        """Return the ranks that hold the tensor together with ``owner``: its replica, in order."""
         mine = self._coordinates(owner)
         found = [0]
         for size, sharded, own in zip(self.mesh, self.is_sharded, mine, strict=True):

@@ -1,4 +1,4 @@
-"""Divides the state of Muon with AdamW into those of torch's two optimizers, and joins them; pure."""
+"""Divides the state of Muon with AdamW into the states of torch's two optimizers, and joins them; pure."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def split_state(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def join_states(muon: Mapping[str, Any], adamw: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of Muon with AdamW from those of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    """Return the state of Muon with AdamW, made of the states of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
-        muon: What ``state_dict()`` of Muon returned: as many parameters as ``like`` has for Muon, in the same order.
-        adamw: The same of AdamW.
+        muon: The ``state_dict()`` of Muon: as many parameters as ``like`` has for Muon, in the same order.
+        adamw: The ``state_dict()`` of AdamW, likewise.
         like: ``state_dict()`` of the `MuonWithAdamW` that is to load the result; it gives the groups.
 
     Raises:

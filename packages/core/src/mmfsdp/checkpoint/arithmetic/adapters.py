@@ -24,7 +24,7 @@ __all__ = ["PREFIX", "Adapter", "read_adapter"]
 _CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-"""What peft puts in front of the names of a base."""
+"""Prefix that peft puts in front of the names of a base."""
 _LIMIT = 1 << 20  # bytes of a config
 # What torch.compile, recomputation and FSDP1 put into the names of a model that they wrap.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -43,14 +43,14 @@ class Adapter:
     base_name: str
     """The base that the config names, which may be empty."""
     factors: Mapping[str, Factors]
-    """Module to what is added to its weight."""
+    """Module to the factors of the matrix that is added to its weight."""
     replaced: Mapping[str, TensorEntry]
     """Name to tensor that takes the place of the base's: ``modules_to_save`` and trained biases."""
     targets: tuple[str, ...]
     """The ends of the names of all modules that were trained, if the config lists them so."""
 
     def lacks(self, module: str) -> bool:
-        """Tell whether a module of the base was trained by the config, and is not in the adapter."""
+        """Tell whether the config says that a module of the base was trained, and the adapter lacks it."""
         trained = any(f".{module}".endswith(f".{target}") for target in self.targets)
         return trained and module not in self.factors and f"{module}.weight" not in self.replaced
 

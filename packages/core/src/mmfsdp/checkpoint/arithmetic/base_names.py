@@ -1,4 +1,4 @@
-"""Finds the weights of a base under the names of an adapter, which are those of files or of the model in memory."""
+"""Finds the weights of a base under the names of an adapter, which come from files or from the model in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BaseNames:
     parts: Mapping[str, tuple[tuple[str, Located], ...]]
     """For tensors that the model puts together: name to the keys of its parts, and which boxes they are."""
     table: str = ""
-    """Whose table of names in memory is used; empty if the adapter's names are those of files."""
+    """The model whose table of names in memory is used; empty if the adapter has the names of files."""
     convert: Callable[[dict[str, TensorEntry]], Mapping[str, TensorEntry] | None] = lambda weights: weights
     """Returns weights of files as they are in memory."""
 
@@ -49,7 +49,7 @@ class BaseNames:
 def find_names(
     tensors: Mapping[str, TensorEntry], stored: Mapping[str, str], folder: Path, wanted: Collection[str]
 ) -> BaseNames:
-    """Return the names of a base by which it has all that is wanted, or those of its files if there are none.
+    """Return the names by which a base has everything that is wanted, or the names in its files if there are none.
 
     It asks transformers' table for the model of the base's ``config.json``, then the shipped recipes.
 

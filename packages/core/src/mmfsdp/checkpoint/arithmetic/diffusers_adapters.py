@@ -1,6 +1,6 @@
 """Reads a LoRA adapter as diffusers saves it: one file with the factors for several components of a pipeline.
 
-The names, and that a file without settings has a scale of 1, are those of diffusers
+diffusers gives the names, and a scale of 1 to a file without settings
 (https://github.com/huggingface/diffusers): ``loaders/lora_base.py``, ``utils/state_dict_utils.py`` and
 ``utils/peft_utils.py`` in ``src/diffusers``.
 """

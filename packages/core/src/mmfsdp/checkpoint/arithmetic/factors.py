@@ -1,6 +1,6 @@
 """The factors of a LoRA adapter, by module, and what peft's settings make of them.
 
-Their names and meaning are those of peft (https://github.com/huggingface/peft): ``src/peft/tuners/lora/config.py`` and
+peft (https://github.com/huggingface/peft) defines their names and meaning: ``src/peft/tuners/lora/config.py`` and
 ``layer.py``, and ``src/peft/utils/save_and_load.py``.
 """
 
@@ -54,7 +54,7 @@ class Factors:
     scale: float
     """``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
     transposed: bool
-    """Whether the weight's first dimension is that of A: embeddings, and layers such as GPT-2's ``Conv1D``."""
+    """Whether the weight shares its first dimension with A: embeddings, and layers such as GPT-2's ``Conv1D``."""
 
 
 class FactorTable:

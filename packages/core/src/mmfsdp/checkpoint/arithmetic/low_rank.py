@@ -23,7 +23,7 @@ class LowRankSum(ComputedEntry):
     """A weight plus a multiple of a product, computed in float64 and rounded once.
 
     The parts are the weight, of shape ``(rows, ...)``; the left factor, ``(rows, rank, ...)`` with further sizes of 1;
-    and the right factor, ``(rank, ...)``, whose further sizes are those of the weight.
+    and the right factor, ``(rank, ...)``, which has the weight's further sizes.
     """
 
     scale: float

@@ -71,7 +71,7 @@ def refuse_settings(conversion: Conversion, names: Sequence[str], why: str) -> N
 
 
 def matched_weights(layouts: Sequence[Layout]) -> list[dict[str, TensorEntry]]:
-    """Return the weights of each checkpoint by name; names and shapes are those of the last checkpoint.
+    """Return the weights of each checkpoint by name; the last checkpoint gives names and shapes.
 
     Raises:
         ConfigError: Names or shapes differ; the message lists them.

@@ -56,7 +56,7 @@ def merge_lora(
     that the base lacks, such as a new head, are added. Names that share their bytes with a weight that is changed, such
     as a tied head, change with it.
 
-    If the adapter's names are not those of the base, they may be those of the model in memory: then the table of
+    If the base does not have the adapter's names, the model in memory may have them: then the table of
     transformers for the model of the base's ``config.json`` is asked, if it is installed, and the shipped recipes. The
     result has the base's names.
 

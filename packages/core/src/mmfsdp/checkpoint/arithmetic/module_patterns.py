@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"\^?[\w.\\-]*\$?")  # names, with dots escaped or not: no r
 _CLASSES = re.compile(r"\\(?![.\-])")  # an escape that is more than a dot
 
 # peft matches so (`get_pattern_key` in src/peft/utils/other.py). Python's regular expressions can neither be stopped
-# nor bounded, so those of a file run in a process of their own, which can be ended.
+# nor bounded, so a file's patterns run in a process of their own, which can be ended.
 _SCRIPT = """
 import json, re, sys
 names, patterns = json.load(sys.stdin)
@@ -43,7 +43,7 @@ def of_modules(modules: Sequence[str], table: Mapping[str, Any], setting: str, c
         config: The file with the table, for messages.
 
     Raises:
-        CorruptCheckpointError: A pattern is malformed, or matching takes far longer than that of any config should.
+        CorruptCheckpointError: A pattern is malformed, or matching takes far longer than it should for any config.
     """
     patterns = [*table]
     if all(_PLAIN.fullmatch(pattern) and not _CLASSES.search(pattern) for pattern in patterns):

@@ -95,7 +95,7 @@ def convert(
     every tensor.
 
     Args:
-        source: A checkpoint of any kind that ``open_layout`` reads, or what it returned.
+        source: A checkpoint of any kind that ``open_layout`` reads, or the layout that it returned.
         target: The path to write; its suffix ``.safetensors``, ``.pth`` or ``.pt`` sets the format. It may be the URL
             of a file or folder in S3, which is sent in parts as it is produced.
         conversion: What to write and how.

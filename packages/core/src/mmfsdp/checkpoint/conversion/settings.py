@@ -86,7 +86,7 @@ class Conversion:
     """For ``huggingface``: a folder of the same model, whose configuration and tokenizer files are copied and whose
     weights, if it has any, say which names and shapes are right. By default the source, if it is such a folder, or
     what is at the target. For ``gguf``: the folder with the model's ``config.json`` and tokenizer; by default
-    the source. The tokenizer is that of ``vocab.gguf``, a GGUF file, or else of ``tokenizer.model`` or
+    the source. The tokenizer comes from ``vocab.gguf``, a GGUF file, or else from ``tokenizer.model`` or
     ``tokenizer.json``."""
     ranks: int | str | None = None
     """Number of ranks that ``dcp`` and ``local`` divide the tensors among, or text such as ``'2x4'`` for two replicas

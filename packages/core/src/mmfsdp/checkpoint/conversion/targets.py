@@ -1,4 +1,4 @@
-"""Where a conversion writes to: what a target on disk and one in a store have in common, and the one on disk.
+"""Targets of conversions: the base of targets on disk and in stores, and the one on disk.
 
 The latter is written to a hidden sibling, which appears in one step.
 """

@@ -65,7 +65,7 @@ def temporary_sibling(path: Path, *, exclusive: bool = False, resume: bool = Fal
     Args:
         path: The target, which will be a file or a directory.
         exclusive: Fail at once if the target exists or another process is writing it.
-        resume: Let the path be that of an unfinished target that a dead process left, if there is one with a journal.
+        resume: Give the path of an unfinished target that a dead process left, if there is one with a journal.
 
     Raises:
         CheckpointNotFoundError: The directory that should hold the target does not exist.

@@ -111,11 +111,11 @@ class Copier:
         return crc
 
     def _stored(self, entry: TensorEntry, whole: Collection[RecordKey]) -> dict[RecordKey, int]:
-        """Return the stored checksums that stand for the data, and compare those of records that are read in part.
+        """Return the stored checksums that stand for the data, and check records that are read in part.
 
         Args:
             entry: The tensor.
-            whole: The runs of bytes that are read of it: a checksum stands for one that is one whole record.
+            whole: The runs of bytes that are read of it; a stored checksum stands for a run that is a whole record.
         """
         stored = {}
         for chunk in entry.chunks():
@@ -143,7 +143,7 @@ class Copier:
         return crc
 
     def _write(self, blocks: Iterable[bytes | memoryview], at: int, crc: int = 0) -> int:
-        """Write blocks one after the other; return their CRC-32 after that of what comes before them."""
+        """Write blocks one after the other; return their CRC-32, joined to the one of what comes before them."""
         for block in blocks:
             write_at(self.writer, block, at)
             at += len(block)

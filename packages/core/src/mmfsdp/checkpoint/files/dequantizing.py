@@ -47,7 +47,7 @@ def _dequantized(layout: Layout) -> Layout:
     found = scales_of(given)
     scales = {name: given[scale] for name, scale in found.items()}
     if not scales and layout.origins:
-        return layout  # what is computed of other checkpoints was restored before
+        return layout  # tensors computed from other checkpoints were restored before
     if not scales:
         raise ConfigError(_nothing(layout, given), config="quantize")
     check_coverage(layout, [scale.name for scale in scales.values()])

@@ -46,7 +46,7 @@ class EightBitBlocks(ComputedEntry):
 def _encoded(numbers: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
     """Return the bytes of blocks: the largest number of a block becomes 127, halves are rounded away from zero.
 
-    The steps are those of float32 that ggml's reference takes, so the bytes are the same.
+    It takes the steps of ggml's reference in float32, so the bytes are the same.
     """
     import numpy as np
 

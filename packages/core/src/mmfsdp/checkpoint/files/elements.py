@@ -111,7 +111,7 @@ def packed_blocks(source: int, run: StridedRun, name: str) -> Iterator[bytes]:
     span = item * (1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)))
     if size_of(source) < run.source + span:
         raise truncated(run.file, name, run.source)
-    # Mapped pages are the kernel's to drop again: memory use stays that of the page cache.
+    # The kernel may drop mapped pages again: they only count as page cache.
     begin = run.source - run.source % mmap.ALLOCATIONGRANULARITY
     # Not closed by hand: slices of it may still be alive if the caller stops early.
     if source < 0:

@@ -203,7 +203,7 @@ def _within_blocks(offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _entry_with_blocks(stretches: Iterable[Stretch], size: int) -> FileEntry:
-    """Return the entry of a file from its stretches, in order, none of which leaves its block; zeros lie between."""
+    """Return the entry of a file from its stretches, in order. None leaves its block; zeros lie between them."""
     count = -(-size // BLOCK)
     blocks: list[int] = []
     crc = position = 0
@@ -235,7 +235,7 @@ def _entry_with_blocks(stretches: Iterable[Stretch], size: int) -> FileEntry:
 
 
 def joined_crc(stretches: Iterable[Stretch], size: int) -> int:
-    """Return the CRC-32 of a file from those of its stretches, in order; there are zeros between them."""
+    """Return the CRC-32 of a file from the CRC-32 of its stretches, in order; there are zeros between them."""
     crc = position = 0
     for offset, length, own in stretches:
         if not length:

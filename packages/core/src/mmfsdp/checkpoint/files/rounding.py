@@ -117,7 +117,7 @@ class Rounding:
         np.subtract(codes, np.uint32(112 << 10), out=codes)  # the bias is 15, and not 127
         subnormal = sizes < 0x38800000  # 2**-14
         if subnormal.any():
-            # Beside 0.5 a unit of float32 is 2**-24, that of subnormal numbers, so that the sum is rounded as they are.
+            # Beside 0.5 a unit of float32 is 2**-24, as in subnormal numbers, so that the sum is rounded as they are.
             np.add(sizes.view(np.float32), np.float32(0.5), out=sizes.view(np.float32), where=subnormal)
             np.subtract(sizes, np.uint32(0x3F000000), out=codes, where=subnormal)
         np.right_shift(bits, np.uint32(16), out=sizes)

@@ -43,7 +43,7 @@ __all__ = [
     "writer",
 ]
 
-_LONGEST = 160  # bytes of the name in that of its sibling
+_LONGEST = 160  # bytes of the target's name in the name of its sibling
 
 
 class Kind(enum.StrEnum):
@@ -278,7 +278,7 @@ class Lease:
     def age_of(self, path: Path) -> float:
         """Return the seconds between the last change in a file or directory and this lease.
 
-        Both times are those of the file system, so that the clocks of machines need not agree.
+        The file system gives both times, so that the clocks of machines need not agree.
         """
         assert self._descriptor is not None
         return os.fstat(self._descriptor).st_mtime - max(_changes(path), default=0.0)

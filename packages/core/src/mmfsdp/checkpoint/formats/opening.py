@@ -53,7 +53,7 @@ def open_layout(
     """Read the layout of a checkpoint: its tensors, where their bytes lie, and everything else that it holds.
 
     Only metadata is read; torch is not imported, and nothing that a pickle names is imported or run. If a process died
-    while it replaced a directory, so that nothing is left at the path, what it left beside the path is opened.
+    while it replaced a directory, so that nothing is left at the path, the directory left beside the path is opened.
 
     Args:
         path: A ``.pth``/``.pt`` file of ``torch.save``, a safetensors file, an index of several such files, or a
@@ -217,7 +217,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _checkpoints_within(directory: Path, names: Iterable[str] | None = None) -> list[str]:
-    """Return the names in a directory, if it is one, that look like checkpoints, those of optimizers last."""
+    """Return the names in a directory, if it is one, that look like checkpoints; names of optimizers come last."""
     try:
         if names is None:
             names = SourcePath(directory).names

@@ -118,7 +118,7 @@ def diff(
     An optimizer's state by position and one by name are compared by name.
 
     Args:
-        a: A checkpoint that ``open_layout`` reads, or what it returned.
+        a: A checkpoint that ``open_layout`` reads, or the layout that it returned.
         b: The other.
         rtol: Relative tolerance: elements are equal if ``abs(a - b) <= atol + rtol * abs(b)``. Without any tolerance
             they are equal if their bits are. Needs numpy.

@@ -94,7 +94,7 @@ def verify(
     record; and, if there is a manifest, the size and the CRC-32 of every file that it lists.
 
     Args:
-        path: A checkpoint of any format that ``open_layout`` reads, or what it returned.
+        path: A checkpoint of any format that ``open_layout`` reads, or the layout that it returned.
         trust: Accept pickled objects that are not on the list of safe names. They are not imported even then.
         jobs: Number of files, or parts of a file, to read at the same time. A server is read by many threads anyway.
         progress: Called with the bytes read so far and the bytes to read. What it raises stops the check.
@@ -165,7 +165,7 @@ def _explained(problems: list[Problem]) -> Iterator[Problem]:
 
 
 def _manifest(directory: Path, root: Path, layout: Layout | None, problems: list[Problem]) -> Manifest | None:
-    # A manifest beside a single file is that of its directory, which is another checkpoint, unless an index was opened.
+    # A manifest beside a single file describes its directory, which is another checkpoint, unless an index was opened.
     several = layout is not None and any(file != root for file in layout.files())
     if not (root.is_dir() or several) or not present(directory / MANIFEST_NAME):
         return None
@@ -286,7 +286,7 @@ def planned_checks(layout: Layout, listed: Mapping[Path, FileEntry]) -> tuple[li
 
     Args:
         layout: The checkpoint.
-        listed: Files that a manifest lists, with what it says.
+        listed: Files that a manifest lists, with their entries.
 
     Raises:
         CorruptCheckpointError, FormatError: An archive's directory cannot be read.

@@ -208,7 +208,7 @@ class _Walk:
         self._stack.append(0)
 
     def set_items(self, opcode: int, argument: int, count: int) -> None:
-        """Pop everything above the mark, of which each first of ``count`` values is a key."""
+        """Pop everything above the mark. The first of every ``count`` values is a key."""
         self._pop_items(self._marks.pop(), count)
 
     def set_item(self, opcode: int, argument: int, count: int) -> None:
@@ -368,7 +368,7 @@ def _usual(opcode: int, named: bool) -> re.Pattern[bytes]:
     object and more objects, as in DCP's metadata; after ``EMPTY_DICT`` its items and more dicts by name, as in
     ``rank{i}.pth``. A match takes a tenth of the time of its opcodes (docs/adr/0006-mechanisms-removed-and-kept.md).
 
-    It does no harm: what it stores in the memo holds no tuples but those of up to nine integers, and tuples of these;
+    It does no harm: the memo gets no tuples but those with up to nine integers, and tuples of these;
     its keys are in the memo. No argument contains an opcode that is counted in it: the given one, which begins another
     value, and the one that takes an entry of the memo.
 

@@ -232,7 +232,7 @@ class PickleWriter:
 
 
 def _check_known(value: PickledObject | type[PickledObject]) -> None:
-    """Raise ``UnsafePickleError`` for a class that is not on the list of safe names: loading what it is in calls it."""
+    """Raise ``UnsafePickleError`` for a class that is not on the list of safe names: loading the file calls it."""
     check_is_name(value.module, value.qualname)
     if not is_known_object(value):
         raise UnsafePickleError(

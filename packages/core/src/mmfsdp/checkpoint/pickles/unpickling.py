@@ -68,7 +68,7 @@ class PickledObject:
     """Whether there was a state at all."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PickledObject:
-        # A checkpoint can hold a hundred thousand of these: what most lack is the class's.
+        # A checkpoint can hold a hundred thousand of these: attributes that most lack stay on the class.
         self = object.__new__(cls)
         self.args = args
         if kwargs:

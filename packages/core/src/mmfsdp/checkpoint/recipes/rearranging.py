@@ -20,7 +20,7 @@ def fused(name: str, entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """Return tensors one behind the other along a dimension, as ``torch.cat`` does.
 
     Raises:
-        ValueError: They differ in dtype, or in a size other than that of ``dim``.
+        ValueError: They differ in dtype, or in the size of another dimension than ``dim``.
     """
     first = entries[0]
     _check_alike(entries, dim)
@@ -126,7 +126,7 @@ class _Axis(NamedTuple):
 class Pattern:
     """How the axes of a tensor are divided, ordered anew and joined, such as ``'(h d two) c -> (h two d) c'``.
 
-    The notation is that of einops (https://einops.rocks/api/rearrange). Each side names the axes of the tensor, and
+    It uses the notation of einops (https://einops.rocks/api/rearrange). Each side names the axes of the tensor, and
     parentheses hold the axes into which one is divided, the slowest first. A number stands for an axis of that size.
 
     Args:

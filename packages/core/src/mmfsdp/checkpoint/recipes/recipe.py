@@ -1,4 +1,4 @@
-"""A recipe: ordered rules that turn the weights of one model into those of another, and back."""
+"""A recipe: ordered rules that turn the weights of one model into another model's, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the shipped recipes that would make a checkpoint's weights those of a model, for error messages."""
+"""Finds the shipped recipes that would turn a checkpoint's weights into a model's, for error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fitting_recipes(
 ) -> list[tuple[str, bool]]:
     """Return the shipped recipes whose result fits best: their names, and whether they are to be undone.
 
-    It reads no data but that of weights which a recipe expects to be tied.
+    It reads only the data of weights that a recipe expects to be tied.
 
     Args:
         tensors: The weights by name.

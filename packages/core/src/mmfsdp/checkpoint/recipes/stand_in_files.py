@@ -70,7 +70,7 @@ class StandIns:
 
 
 class _Pick(NamedTuple):
-    """Which elements of a part are taken: where the first lies, and how many there are and with which steps."""
+    """The elements to take from a part: offset of the first, and sizes and steps of the box."""
 
     skipped: int
     sizes: tuple[int, ...]

@@ -23,7 +23,7 @@ _PAGE = 16 << 20  # bytes of a page that lists a directory
 _MANIFEST = "manifest.json"
 _MANIFEST_LIMIT = 200_000_000  # bytes
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-# Where no page lists a directory, these names tell what it is; and most servers hide those that begin with a dot.
+# Where no page lists a directory, these names tell what it is; and most servers hide names that begin with a dot.
 _KNOWN = (
     ".metadata",
     _MANIFEST,

@@ -63,7 +63,7 @@ class ReadAhead:
         Raises:
             CheckpointError: They cannot be read.
         """
-        if os.getpid() != self._process:  # a fork: the threads that answer are those of the parent
+        if os.getpid() != self._process:  # a fork: only the parent has the threads that answer
             return 0
         with self._lock:
             self._fill()

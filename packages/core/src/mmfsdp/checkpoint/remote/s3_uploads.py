@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class S3Folder:
-    """Where files are written to.
+    """A directory in a bucket, to which files are written.
 
     Args:
         url: The target: a file, or what the names of files begin with.
@@ -199,7 +199,7 @@ def _md5(data: bytes) -> Any:
 
 
 def _pages(call: Callable[..., Any], method: str, *markers: str, **arguments: Any) -> Iterator[Any]:
-    """Yield the answers of a method that answers in pages, each of which says where the next one begins."""
+    """Yield the answers of a method that answers in pages. Each page says where the next one begins."""
     begin: dict[str, Any] = {}
     while True:
         page = call(method, **arguments, **begin)

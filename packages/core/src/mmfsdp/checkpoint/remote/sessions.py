@@ -181,7 +181,7 @@ _sessions: WeakSet[Session] = WeakSet()
 
 
 def _begin_in_child() -> None:
-    """Give a forked process threads, connections and locks of its own: those of its parent answer the parent only."""
+    """Give a forked process threads, connections and locks of its own: its parent's answer the parent only."""
     _pool.cache_clear()
     for session in _sessions:
         session._lock = threading.Lock()

@@ -26,7 +26,7 @@ class Url:
     """A URL in its parts. It is shown without login, password and query, which may hold a signature."""
 
     scheme: str
-    """Such as ``'https'`` or ``'s3'``, in lower case."""
+    """The scheme, such as ``'https'`` or ``'s3'``, in lower case."""
     login: str
     """``'user:password@'``, or empty."""
     host: str

@@ -1,3 +1,3 @@
-"""What all formats have in common: the base of a format, what it is given, and what other frameworks write."""
+"""Holds what all formats have in common: their base class, their input, and hints for files of other frameworks."""
 
 __all__: list[str] = []

@@ -51,7 +51,7 @@ class ModelForm:
             by_recipe: Whether a recipe made the weights.
 
         Raises:
-            ConfigError: The weights are not those of the model.
+            ConfigError: The weights do not belong to the model.
         """
         return None
 
@@ -167,7 +167,7 @@ class Format:
         raise NotImplementedError
 
     def model_form(self, like: str | None, source: Path, target: Path) -> ModelForm:
-        """Return the form of a model's weights, which is that of a folder for some formats: the one that the user gave.
+        """Return the form of a model's weights, which some formats take from a folder: the form that the user gave.
 
         Raises:
             ConfigError: The format needs a folder, and it is neither given nor at the source or the target.

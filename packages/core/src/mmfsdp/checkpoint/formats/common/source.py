@@ -41,7 +41,7 @@ INDEX_SUFFIX = ".index.json"
 """The suffix of Hugging Face's index of several files."""
 
 MODEL_STEMS = ("model", "diffusion_pytorch_model")
-"""The prefixes of files with weights in a Hugging Face folder: those of transformers, of diffusers."""
+"""The prefixes of files with weights in a Hugging Face folder: transformers', and diffusers'."""
 
 MODEL_FILES = tuple(f"{stem}.safetensors{suffix}" for stem in MODEL_STEMS for suffix in ("", INDEX_SUFFIX))
 """The file of a Hugging Face folder that holds its weights or their index, in the order of preference."""

@@ -46,7 +46,7 @@ Item = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a flat name stands for."""
+    """The value that a flat name stands for."""
 
     keys: Keys
     """The nested keys that it was made of."""
@@ -58,7 +58,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What all files hold together."""
+    """The content of all files together."""
 
     ranks: int
     """How many ranks there were."""
@@ -68,14 +68,14 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class FileIndex:
-    """What one file holds."""
+    """The content of one file."""
 
     save_id: str
     """Identifies the save."""
     items: Mapping[Item, Location]
-    """Where each item lies."""
+    """Location of each item."""
     rules: Rules | None
-    """What all files hold; None in the files of other ranks, or if no rule says so."""
+    """The content of all files; None in the files of other ranks, or if it follows no rule."""
 
 
 def index_bytes(save_id: str, items: Iterable[tuple[Item, int, int]], rules: Rules | None = None) -> bytes:

@@ -52,7 +52,7 @@ _STRIDED = (
 
 
 class Location(NamedTuple):
-    """Where one stored item lies."""
+    """The location of one stored item."""
 
     file: str
     """Path relative to the directory, as written."""
@@ -255,7 +255,7 @@ class _RemoteItems:
 
 @dataclass(frozen=True, slots=True)
 class _Anatomy:
-    """Where the data of an archive lies, and what else may differ, in bytes from its beginning."""
+    """The ranges of an archive that hold its data, and others that may differ, in bytes from its beginning."""
 
     data: int
     end: int

@@ -168,7 +168,7 @@ def insert_value(tree: dict[Any, Any], keys: Keys, value: Any, limit: int, direc
         directory: The checkpoint.
 
     Raises:
-        CorruptCheckpointError: The keys contradict those of other values.
+        CorruptCheckpointError: The keys contradict the keys of other values.
     """
     container: Any = tree
     for step, following in itertools.zip_longest(keys, keys[1:]):

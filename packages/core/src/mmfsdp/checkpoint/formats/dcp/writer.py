@@ -1,7 +1,7 @@
 """Plans directories of torch's distributed checkpoint (DCP) that ``torch.distributed.checkpoint.load`` reads.
 
 `mmfsdp.checkpoint.formats.dcp.names` says under which flat names values are stored; everything that is not a tensor is
-pickled. The classes that ``.metadata`` names are those of torch/distributed/checkpoint/metadata.py and filesystem.py.
+pickled. ``.metadata`` names classes of torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mmfsdp.errors import FormatError
 
 __all__ = ["Items", "plan_metadata", "plan_rank", "plan_write"]
 
-_ALIGNMENT = 64  # bytes, as that of the data within an archive
+_ALIGNMENT = 64  # bytes, as for the data within an archive
 
 
 @dataclass(frozen=True)
 class Items:
-    """What a directory will hold, by flat name, in order."""
+    """The content of a directory to be written, by flat name, in order."""
 
     keys: Mapping[str, Keys]
     """The nested keys that each name was made of."""
@@ -47,7 +47,7 @@ class Items:
 
     @property
     def rules(self) -> Rules | None:
-        """What all files hold; None if the boxes of a tensor follow no rule."""
+        """The content of all files; None if the boxes of a tensor follow no rule."""
         names: dict[str, Named] = {}
         for name, keys in self.keys.items():
             if name not in self.tensors:

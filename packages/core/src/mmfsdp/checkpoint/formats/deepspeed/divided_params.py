@@ -33,7 +33,7 @@ class ShardedParams:
 
     Args:
         files: The files.
-        look_up: Read those of all ranks now, and check that they belong together.
+        look_up: Read the files of all ranks now, and check that they belong together.
 
     Raises:
         CheckpointError: Files are missing, of another save, or damaged.
@@ -107,7 +107,7 @@ class FrozenParams:
 
     Args:
         files: The files.
-        look_up: Read those of all ranks now.
+        look_up: Read the files of all ranks now.
 
     Raises:
         CheckpointError: A file is missing or damaged.

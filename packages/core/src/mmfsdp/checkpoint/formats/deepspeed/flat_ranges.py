@@ -29,7 +29,7 @@ class PartitionPiece:
     rank: int
     """The rank."""
     flat: int
-    """Which of its flat tensors."""
+    """Index among its flat tensors."""
     at: int
     """The first element, counted from the start of the flat tensor."""
     start: int
@@ -67,7 +67,7 @@ def by_parameter(groups: Sequence[Shapes], lengths: Sequence[int], ranks: int) -
 
     Args:
         groups: The parameters of each sub-group.
-        lengths: Elements of each rank's flat tensors, of which there may be other numbers than of groups.
+        lengths: Elements of each rank's flat tensors. There may be more or fewer than groups.
         ranks: Number of ranks.
     """
     found: dict[str, list[PartitionPiece]] = {}
@@ -116,9 +116,9 @@ class PieceBoxes:
     """The boxes of a parameter, made when they are asked for: thousands of ranks make millions."""
 
     shape: tuple[int, ...]
-    """Of the parameter, in elements."""
+    """Shape of the parameter, in elements."""
     pieces: Sequence[PartitionPiece]
-    """Where it is, in the order of its elements, all of which are in one."""
+    """The pieces that hold it, in the order of its elements; each element is in one."""
     locate_box: Callable[[PartitionPiece, int], Any]
     """Returns where to look for a box that begins at an element of a piece's flat tensor."""
 

@@ -1,6 +1,6 @@
-"""Puts together the stages of a pipeline of DeepSpeed, each of which has files of its own.
+"""Puts together the stages of a pipeline of DeepSpeed. Each stage has files of its own.
 
-A stage's files have its number where those of other runs have 00: ``mp_rank_01_model_states.pt``. Beside them are the
+A stage's files have its number where other runs have 00: ``mp_rank_01_model_states.pt``. Beside them are the
 weights of each layer (``layer_03-model_states.pt``), which PipelineModule names ``3.weight`` (deepspeed/runtime/pipe).
 """
 
@@ -51,7 +51,7 @@ def stages_of(folder: Path, *, trust: bool) -> list[Files]:
 
 
 def _says_so(folder: Path, names: Sequence[str], *, trust: bool) -> bool:
-    """Tell whether the stages of a universal checkpoint, which has no files of layers, are those of a pipeline."""
+    """Tell whether the stages of a universal checkpoint, which has no files of layers, form a pipeline."""
     if _FIRST not in names or not any(WHOLE_FILE.fullmatch(name) for name in names if name != _FIRST):
         return False
     degrees = Files(folder, [_FIRST], trust=trust).model().get("checkpoint_parallel_dimensions") or {}
@@ -72,7 +72,7 @@ def layers_of(folder: Path, *, trust: bool) -> dict[str, Any]:
 
 
 class StagedParams:
-    """The parameters of all stages of a pipeline; tied ones, which several stages have, are those of the first.
+    """The parameters of all stages of a pipeline; of tied ones, which several stages have, the first stage's count.
 
     Args:
         stages: Those of each.

@@ -30,16 +30,16 @@ _MOST_RANKS = 1_000_000  # more is damage, or malice
 
 
 class FlatLocation(NamedTuple):
-    """Where a box of a tensor is."""
+    """The location of a box of a tensor."""
 
     file: str
     """Path of the file, which is read when the box is."""
     rank: int
     """Rank that wrote it."""
     flat: int
-    """Which of its flat tensors."""
+    """Index among its flat tensors."""
     at: int
-    """First element in that."""
+    """First element in that flat tensor."""
     offset: int = 0
     """No byte of the file needs to be compared with a manifest: DeepSpeed writes none."""
     length: int = 0
@@ -259,7 +259,7 @@ def shapes_of(files: Files, given: Any = None) -> list[Shapes]:
 
     Args:
         files: The files.
-        given: The lists; those of the parameters that are trained by default.
+        given: The lists; by default, the lists of trained parameters.
 
     Raises:
         FormatError: There are none.

@@ -55,7 +55,7 @@ _COUNTERS |= {"universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"}
 
 
 def read(source: SourcePath) -> Layout:
-    """Read the layout of a checkpoint of DeepSpeed: the directory of its files, or that of the file ``latest``.
+    """Read the layout of a checkpoint of DeepSpeed: the directory of its files, or the one with the file ``latest``.
 
     Raises:
         CheckpointNotFoundError: There is none, or ``latest`` names one that is not there.
@@ -104,7 +104,7 @@ def _layout(stages: Sequence[Files], source: SourcePath) -> Layout:
         del client["lr_scheduler"]
     tree: dict[Any, Any] = {_WEIGHTS: weights}
     if optimizer:
-        # MMEngine keeps apart what it keeps in the optimizer's state elsewhere.
+        # MMEngine keeps apart some entries that it keeps in the optimizer's state elsewhere.
         wrapper = client.pop("optim_wrapper", {}) if "meta" in client else {}
         tree[_OPTIMIZER] = {**optimizer, **_bound(_OPTIMIZER, wrapper, tensors)}
     taken = {key: client.pop(key) for key in (*tree, _OWN) if key in client}

@@ -48,7 +48,7 @@ class UniversalParams:
         if not path.exists():
             raise self._lacks(path, "the settings of the optimizer")
         self._optimizer: Mapping[str, Any] = read_tree(path, trust=trust)
-        self._keys: dict[int, tuple[str, set[str]]] = {}  # of each group: the first parameter, and what it has
+        self._keys: dict[int, tuple[str, set[str]]] = {}  # of each group: the first parameter, and its keys
 
     def weights(self, name: str) -> TensorEntry:
         """Return the weights of a parameter in full precision."""

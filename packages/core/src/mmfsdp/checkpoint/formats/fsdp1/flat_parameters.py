@@ -3,7 +3,7 @@
 The rule is FlatParamHandle's (torch/distributed/fsdp/_flat_param.py). With ``use_orig_params=True`` every parameter is
 padded to 16 bytes; the pieces of it in a rank's file are views of that rank's part of the flat parameter, which says
 where they belong. With ``False`` parameters follow each other without padding, and only the flat parameter is in the
-file: their names and order are those of the optimizer's groups, or of a reference. Each rank has ``ceil(n / ranks)``
+file: the optimizer's groups, or a reference, give their names and order. Each rank has ``ceil(n / ranks)``
 elements, later ones fewer or none.
 """
 
@@ -158,7 +158,7 @@ def spans_in_order(
         ranks: Their number.
 
     Returns:
-        Name to parameter; ``None`` if their sizes do not add up to that of the flat parameter.
+        Name to parameter; ``None`` if their sizes do not add up to the size of the flat parameter.
     """
     step = max(16 // itemsize(unit.dtype), 1) if aligned else 1
     spans, end = {}, 0

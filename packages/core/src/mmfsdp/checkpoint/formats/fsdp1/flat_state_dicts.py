@@ -151,7 +151,7 @@ def _shape(name: str, known: ParameterFacts) -> tuple[int, ...] | None:
 
 
 def _shapes_of_spans(spans: Mapping[str, FlatSpan], known: ParameterFacts) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters, those of tied names included."""
+    """Return the shapes of parameters, tied names included."""
     shapes = {span.start: shape for name, span in spans.items() if (shape := _shape(name, known)) is not None}
     return {name: shapes[span.start] for name, span in spans.items() if span.start in shapes}
 

@@ -1,8 +1,8 @@
-"""Finds optimizer state that is each rank's own, though it looks whole: that of FSDP1, as scripts and verl save it.
+"""Finds optimizer state that is each rank's own, though it looks whole: FSDP1's, as scripts and verl save it.
 
 Under FSDP1, ``optimizer.state_dict()`` holds this rank's pieces of flat parameters as ordinary tensors, whereas the
-weights beside it say which part of which parameter they are (``SHARDED_STATE_DICT``). Nothing in the files says which
-parameters a flat one is made of.
+weights beside it say where they belong (``SHARDED_STATE_DICT``). Nothing in the files says of which parameters a flat
+one is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans GGUF files, which llama.cpp loads, and copies the tokenizer's entries from one to another.
 
-The format is that of version 3, little-endian: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. After a
+The format is version 3, little-endian: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. After a
 header lie key-value pairs, then a line per tensor, and from a multiple of 32 bytes on the tensors, each at such a
 multiple. There are no checksums.
 """
@@ -39,7 +39,7 @@ _OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MAGIC = b"GGUF"
 _VERSION = 3
 _ALIGNMENT = 32
-# Numbers of the types of values, and the bytes of those of one size.
+# Numbers of the types of values, and the bytes of types of one size.
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 

@@ -1,4 +1,4 @@
-"""Turns a Llama-like model of Hugging Face into that of a GGUF file: names, the order of rows, dtypes, key-values.
+"""Turns a Llama-like model of Hugging Face into the content of a GGUF file: names, order of rows, dtypes, key-values.
 
 The names and the meaning of the keys are llama.cpp's: ``gguf-py/gguf/constants.py`` and ``convert_hf_to_gguf.py`` of
 https://github.com/ggml-org/llama.cpp.
@@ -45,7 +45,7 @@ _LARGEST = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model that a GGUF file is written of."""
+    """A model to write as a GGUF file."""
 
     folder: Path
     """The folder with its ``config.json``."""
@@ -76,7 +76,7 @@ class GgufModel:
         return _ARCHITECTURES[self.config["model_type"]]
 
     def renamed(self, tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-        """Return the weights under llama.cpp's names, those of q and k with their rows in its order, and notes.
+        """Return the weights under llama.cpp's names, q and k with their rows in its order, and notes.
 
         Raises:
             ConfigError: Weights are missing or too many, or have another shape than the config says.
@@ -147,7 +147,7 @@ class GgufModel:
             count: Called with a name and the number of its elements that were too large for float16, if there are any.
 
         Raises:
-            ConfigError: The tokenizer is that of another model, or numpy is missing.
+            ConfigError: The tokenizer belongs to another model, or numpy is missing.
             CheckpointError: The file with the tokenizer is damaged.
         """
         made, notes = dict(tensors), []

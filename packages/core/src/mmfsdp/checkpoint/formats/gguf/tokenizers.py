@@ -1,8 +1,8 @@
 """Turns tokenizers of Hugging Face folders into key-values of GGUF: BPE of Llama 3 and Qwen2, and SentencePiece's BPE.
 
-The keys and what they mean are those of llama.cpp: ``gguf-py/gguf/constants.py``, ``gguf-py/gguf/vocab.py`` and
+llama.cpp defines the keys and their meaning: ``gguf-py/gguf/constants.py``, ``gguf-py/gguf/vocab.py`` and
 ``convert_hf_to_gguf.py`` of https://github.com/ggml-org/llama.cpp. It splits text with code of its own, chosen by the
-key ``tokenizer.ggml.pre``, so only tokenizers are translated whose regular expression is that of such code.
+key ``tokenizer.ggml.pre``, so a tokenizer is translated only if its regular expression is the one of such code.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_sizes(tensors: Mapping[str, TensorEntry], like: Path) -> None:
         like: The folder with the config.
 
     Raises:
-        ConfigError: The config is that of a model of other sizes; the message says what to change.
+        ConfigError: The config belongs to a model of other sizes; the message says what to change.
     """
     config = read_config(like)
     kind = config.get("model_type")

@@ -99,7 +99,7 @@ def described_model(folder: Path) -> Any | None:
         if int(transformers.__version__.split(".")[0]) < 5:  # whose models have the names of files
             return None
         verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # what it has to say about the config, it says to who loads it
+        transformers.logging.set_verbosity_error()  # it warns about the config when the folder is loaded
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             return _built(getattr(transformers, config.architectures[0]), config)

@@ -83,7 +83,7 @@ def _near(source: Path) -> str:
 
 
 def companions(like: Path, target: Path | None) -> dict[str, Path]:
-    """Return the files beside the weights that the folder gets, by name: those of ``like``, and what is there already.
+    """Return the files beside the weights that the folder gets, by name: files of ``like``, and those there already.
 
     Args:
         like: A folder of the same model.

@@ -1,4 +1,4 @@
-"""The names that weights have in a Hugging Face folder: those of its model, and each tied weight once."""
+"""The names that weights have in a Hugging Face folder: its model's names, and each tied weight once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def without_ties(
 
 @dataclass(frozen=True)
 class Ties:
-    """Which weights the model of a folder may tie."""
+    """The weights that the model of a folder may tie."""
 
     like: Path
     """The folder."""

@@ -70,7 +70,7 @@ class FileOfRank:
     tensors: Mapping[str, PickledDTensor]
     """The DTensors in it by their path in the content."""
     shards: Mapping[str, HeldShard]
-    """Where they lie in the whole."""
+    """Their boxes in the whole tensors."""
     meshes: dict[Any, Mesh]
     """The meshes that they name."""
 
@@ -196,7 +196,7 @@ def read_files(source: SourcePath, files: Mapping[int, Path], *, whole: bool = F
 
 
 def _layout(source: SourcePath, kinds: Mapping[str | None, FilesOfRanks], *, whole: bool) -> Layout:
-    """Return the layout of files by kind; ``None`` is the only one, whose content is that of the checkpoint.
+    """Return the layout of files by kind; ``None`` is the only one, and its content is the whole checkpoint's.
 
     One rank needs no DTensors: what FSDP1 saves then is whole.
     """
@@ -309,7 +309,7 @@ def _unlocated(name: str, files: FilesOfRanks) -> Unlocated:
 
 
 def _present(name: str, files: FilesOfRanks) -> tuple[int, ...]:
-    """Return the ranks over which a tensor is sharded, all of which have a file."""
+    """Return the ranks over which a tensor is sharded, after checking that all have a file."""
     ranks = files.first.shards[name].ranks
     _check_present(files, ranks, f"Tensor {name!r} was sharded over {len(ranks)} ranks")
     return ranks

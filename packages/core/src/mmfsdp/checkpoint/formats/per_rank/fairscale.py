@@ -3,7 +3,7 @@
 ``local_state_dict()`` gives each rank's part of the flat parameters, ``local_metadata_dict()`` what they are made of:
 fairscale/nn/data_parallel/fully_sharded_data_parallel.py, whose ``consolidate_shard_weights`` puts them together. Each
 script chooses the names of files and keys: metaseq writes ``checkpoint-shard0.pt`` with ``model`` and
-``shard_metadata``, others ``weights`` and ``meta``. The metadata is known by what it holds.
+``shard_metadata``, others ``weights`` and ``meta``. The metadata is recognised by its keys.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _part(key: str, index: int, held: str, rank: _FairscaleFile, first: _Fairsca
 
 
 def _padding(index: int, held: str, rank: _FairscaleFile, first: _FairscaleFile) -> int | None:
-    """Return the elements that pad a rank's part; ``None`` if its metadata is not that of the first."""
+    """Return the elements that pad a rank's part; ``None`` if its metadata differs from the first rank's."""
     if len(rank.units) != len(first.units) or held not in rank.units[index]["params"]:
         return None
     own, like = ({**of.units[index]["params"][held]} for of in (rank, first))

@@ -34,7 +34,7 @@ __all__ = ["RankFiles", "read", "read_stock_files"]
 
 
 class RankFiles:
-    """The files of a directory whose names are those of rank files.
+    """The files of a directory that have names of rank files.
 
     Args:
         directory: The directory.
@@ -197,7 +197,7 @@ def _is_section(value: Any) -> bool:
 def _resolved(
     key: Any, value: dict[Any, Any], parts: list[Any], ranks: list[_LocalFile], known: ParameterFacts
 ) -> dict[Any, Any]:
-    """Return a state dict of the model, of which each rank has a part, with its flat parameters taken apart."""
+    """Return a state dict of the model, with the flat parameters that the ranks share taken apart."""
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, dict) or {*part} != {*value}:
             raise CorruptCheckpointError(

@@ -30,7 +30,7 @@ Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """Which part of a tensor a rank holds."""
+    """The part of a tensor that a rank holds."""
 
     box: Bounds
     """The part that this rank holds."""
@@ -49,7 +49,7 @@ def shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
 
     Raises:
         FormatError: It holds partial sums, or is divided in a way that is not known here.
-        CorruptCheckpointError: Its description is malformed, or not that of its local tensor.
+        CorruptCheckpointError: Its description is malformed, or does not fit its local tensor.
     """
     path = tensor.local.record.file
     try:
@@ -205,7 +205,7 @@ def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[i
 
 
 def _check_order(given: Any, order: list[tuple[int, int]], path: Path) -> None:
-    """Raise unless the order that newer releases state is that of the mesh's dimensions."""
+    """Raise unless newer releases state the order of the mesh's dimensions."""
     for entry in given or ():
         of, dims = entry.args if isinstance(entry, PickledObject) else entry
         if [mesh_dim for mesh_dim, other in order if other == of] != [*dims]:

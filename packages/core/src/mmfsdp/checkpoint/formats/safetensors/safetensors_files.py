@@ -41,7 +41,7 @@ __all__ = ["CHECKSUMS", "box_offsets", "plan_file", "plan_write", "read", "read_
 
 CHECKSUMS = "mmfsdp.crc32"
 """Key of ``__metadata__`` for checksums: eight hexadecimal digits each, without anything between. The first is the
-CRC-32 of the header's entries as JSON (no spaces, ASCII only), then that of each tensor's data in their order."""
+CRC-32 of the header's entries as JSON (no spaces, ASCII only), then of each tensor's data, in their order."""
 
 _ALIGNMENT = 64  # bytes of a line of the processor's cache: what begins at one is read in three quarters of the time
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation

@@ -158,7 +158,7 @@ def _pickle(tree: Any, tensors: Mapping[str, TensorEntry], storages: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an entry of an archive to be written goes."""
+    """The offsets of an entry in an archive to be written."""
 
     name: str
     """Its name in the archive."""

@@ -1,6 +1,6 @@
 """Reads where the entries of a stored (uncompressed) zip archive lie.
 
-The structures are those of PKWARE's APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64):
+PKWARE's APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64), defines the structures:
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
@@ -229,7 +229,7 @@ def _entries(directory: bytes) -> Iterator[_DirectoryEntry]:
 
 
 def _zip64_values(extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
-    # The field holds, in this order, those of the values that do not fit into 32 bits.
+    # The field holds, in this order, the values that do not fit into 32 bits.
     at, values = 0, b""
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
