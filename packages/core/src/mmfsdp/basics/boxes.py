@@ -1,4 +1,4 @@
-"""The one rule for which box of a tensor a rank holds, and tests whether boxes overlap. It needs no torch."""
+"""Finds the box of a tensor that a rank holds, by one rule, and tests whether boxes overlap. It needs no torch."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ListedBoxes:
 
     @property
     def exact(self) -> bool:
-        """Whether they cover the tensor without gap or overlap: no rule says so."""
+        """Whether they surely cover the tensor without gap or overlap. No rule guarantees it."""
         return False
 
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, Any]:
@@ -200,7 +200,7 @@ class EvenBoxes:
 
     @property
     def exact(self) -> bool:
-        """Whether they cover the tensor without gap or overlap: they do, whatever its shape."""
+        """Whether they cover the tensor without gap or overlap. They always do."""
         return True
 
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:

@@ -52,7 +52,7 @@ _SIX_BITS = "MXFP6 (6-bit floats, four to three bytes)"
 
 
 class Stored(Protocol):
-    """Whatever has a dtype and a shape: a tensor, or what describes one."""
+    """Anything with a dtype and a shape: a tensor, or a description of one."""
 
     @property
     def dtype(self) -> Any:

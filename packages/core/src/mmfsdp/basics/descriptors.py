@@ -34,7 +34,7 @@ class VirtualFile(ABC):
 
     @abstractmethod
     def read_into(self, view: memoryview, at: int) -> int:
-        """Read bytes from an offset on; return how many, fewer than there is room for, and 0 only at the end."""
+        """Read bytes from an offset on; return how many. There may be fewer than fit; 0 means the end of the file."""
 
     @abstractmethod
     def prefetch(self, extents: Iterable[tuple[int, int]]) -> None:

@@ -70,7 +70,7 @@ def _listed(package: str, stub: str) -> dict[str, str]:
 
 
 def _order_of(name: str) -> tuple[int, str]:
-    """Order constants before classes, and those before functions."""
+    """Order constants before classes, and classes before functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 

@@ -23,7 +23,7 @@ _TOKEN = re.compile(
 def mask_url(text: str) -> str:
     """Return one URL, well-formed or not, without its login, query and fragment.
 
-    What stands in front of an ``@`` is taken for a login wherever it may be one, as passwords with ``/`` in them are.
+    Text before an ``@`` counts as a login wherever it may be one, since passwords may contain ``/``.
     """
     start = _START.match(text)
     if start is None:

@@ -79,5 +79,5 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) ->
 
 
 def numbered(key: Any) -> Any:
-    """Return a position as a number: where keys must be strings, positions are stored as ``'0'``, ``'1'``, ..."""
+    """Return a position as a number. Where keys must be strings, positions are stored as ``'0'``, ``'1'``, ..."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key

@@ -25,7 +25,7 @@ class Column:
     wraps: bool = False
     """Cells may continue on another line where the table would be too wide."""
     once: bool = False
-    """Say what the column holds below the table, where that is the same in all rows and the table would be too wide."""
+    """State the column's value below the table if it is the same in all rows and the table would be too wide."""
     rank: int = 0
     """Columns with a rank above 0 are left out, the highest first, where wrapping is not enough."""
 

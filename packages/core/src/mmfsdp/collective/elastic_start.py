@@ -1,4 +1,4 @@
-"""Starts the process group of a run that its launcher restarts, and divides batches among the ranks that there are."""
+"""Starts the process group of a run that its launcher restarts, and divides batches among its current ranks."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Pulse:
             self._unsent[connection] = unsent
 
     def receive(self, seconds: float) -> list[tuple[int, Any]]:
-        """Return what has come until some seconds have passed: ranks and their messages, or `GONE`."""
+        """Return the messages of the next seconds, each with its rank; `GONE` for a rank that has ended."""
         found: list[tuple[int, Any]] = []
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:

@@ -35,13 +35,13 @@ class Scope:
 
 
 class World:
-    """The world that was initialised when this was made; does not keep its groups."""
+    """The world that was initialised when this object was made. It does not keep the world's groups alive."""
 
     def __init__(self) -> None:
         self._group = weakref.ref(dist.group.WORLD)
 
     def is_current(self) -> bool:
-        """Return whether it still is; groups end with the world they were made in. Not collective."""
+        """Return whether that world still exists. Groups end with the world they were made in. Not collective."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
 

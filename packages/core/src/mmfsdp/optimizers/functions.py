@@ -23,7 +23,7 @@ group. The weights change by the update times the negative step size.
 
 @dataclass(frozen=True, slots=True)
 class MatrixFunction:
-    """A function of one matrix, and what is needed to run it on the rank that owns the matrix."""
+    """A function of one matrix, and the facts needed to run it on the rank that owns the matrix."""
 
     update: UpdateMatrix
     flops: Callable[[int, int, Mapping[str, Any]], float]

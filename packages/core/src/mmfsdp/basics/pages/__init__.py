@@ -1,1 +1,1 @@
-"""Pages of HTML that need nothing else: the frame and the style that all share, and the markup in them."""
+"""Makes self-contained pages of HTML: the frame and the style that all share, and the markup in them."""

@@ -1,4 +1,4 @@
-"""Puts HTML into one page that needs nothing else: the frame and the style that all pages share. It needs no torch."""
+"""Puts HTML into one self-contained page, with the frame and the style that all pages share. It needs no torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def text(value: object) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes with a binary unit; the exact number is what programs read, and what a pointer shows."""
+    """Return bytes with a binary unit. Programs read the exact number, and a pointer over it shows it."""
     return f'<data value="{nbytes}" title="{nbytes:,} bytes">{human_bytes(nbytes)}</data>'
 
 

@@ -1,3 +1,3 @@
-"""From bytes of some files to bytes of others: in constant memory, checked, and complete or not there at all."""
+"""Copies bytes of files to others in constant memory, checks them, and publishes files complete or not at all."""
 
 __all__: list[str] = []

@@ -22,7 +22,7 @@ class CastEntry(ComputedEntry):
 
     @classmethod
     def of(cls, source: TensorEntry, dtype: str, overflow: Callable[[int], None]) -> ComputedEntry:
-        """Return a tensor cast to another dtype; one that is computed is rounded to that dtype at once."""
+        """Return a tensor cast to another dtype; a computed tensor is rounded to that dtype at once."""
         if (computed := source.cast(dtype, overflow)) is not None:
             return computed
         return cls(source.name, dtype, source.shape, source.chunks(), (source,), overflow)

@@ -72,7 +72,7 @@ def _nothing(layout: Layout, given: Mapping[str, TensorEntry]) -> str:
 
 
 def _pruned(tree: Mapping[Any, Any], where: Sequence[Any], names: Container[str]) -> dict[Any, Any]:
-    """Return content without some tensors of its weights, which the keys of ``where`` lead to; the rest is shared."""
+    """Return content without some tensors of the weights under the keys ``where``; the rest is shared."""
     if where:
         return {**tree, where[0]: _pruned(tree[where[0]], where[1:], names)}
     kept: dict[Any, Any] = collections.OrderedDict() if isinstance(tree, collections.OrderedDict) else {}

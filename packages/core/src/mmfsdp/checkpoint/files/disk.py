@@ -144,7 +144,7 @@ def not_written(target: Path, error: BaseException, *, rank: int | None = None) 
 
 
 def of_file(error: _Error, file: Path) -> _Error:
-    """Return an error that says which file it is about: itself if it says so already."""
+    """Return an error that names its file: the given one if it does so already."""
     return error if "file" in error.context else type(error)(error.message, **{**error.context, "file": str(file)})
 
 
@@ -179,7 +179,7 @@ class read_errors:  # noqa: N801 - reads as a statement
 
 @contextmanager
 def permission_errors(path: Path) -> Iterator[None]:
-    """Turn a missing permission within a block into our error: what is at this path cannot be read."""
+    """Turn a missing permission within a block into our error: the file at this path cannot be read."""
     try:
         yield
     except PermissionError as error:
@@ -226,7 +226,7 @@ class OpenFiles:
         self._expected: Iterable[tuple[Path, int, int]] = ()
         self._ahead: object = None
         self.observer: Callable[[Path, int, memoryview], None] | None = None
-        """Called with file, offset and data of what blocks of tensors are made of."""
+        """Called with file, offset and data of the bytes of which blocks of tensors are made."""
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -278,7 +278,7 @@ class OpenFiles:
 
 
 def identity(file: Path) -> str:
-    """Return what changes when the content of a file does: size and time, or what its server says."""
+    """Return values that change when the content of a file does: size and time, or the server's version tag."""
     if isinstance(file, RemoteLike):
         return file.identity()
     with read_errors(file):
@@ -357,7 +357,7 @@ def sync(path: Path) -> None:
 
 
 def nearest(path: Path) -> str:
-    """Return a sentence for a path that does not exist: which names in its directory are near, if there are any."""
+    """Return a sentence for a path that does not exist, with similar names in its directory, if there are any."""
     parent = path.absolute().parent
     if is_remote(path):
         return " Check its spelling."

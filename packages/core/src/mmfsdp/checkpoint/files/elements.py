@@ -85,7 +85,7 @@ def tensor_blocks(files: OpenFiles, entry: TensorEntry, block: int = BLOCK) -> I
 
 
 def _put(rest: memoryview, buffer: memoryview, filled: int) -> Generator[memoryview, None, int]:
-    """Copy bytes behind those in a buffer, yield it whenever it is full, and return how many bytes it has then."""
+    """Append bytes to a buffer, yield it whenever it is full, and return how many bytes it has then."""
     while rest:
         count = min(len(rest), len(buffer) - filled)
         buffer[filled : filled + count] = rest[:count]
@@ -184,7 +184,7 @@ def _pieces(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[
 
 
 def _scattered(data: memoryview, item: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """Return elements whose last dimension is short, going along the longest one: pieces would be of few elements."""
+    """Return elements whose last dimension is short; go along the longest one, so that each step copies many."""
     packed_strides = row_major_strides(sizes)
     longest = sizes.index(max(sizes))
     others = [dim for dim in range(len(sizes)) if dim != longest]
@@ -299,7 +299,7 @@ def values(block: memoryview, dtype: str, room: NDArray[np.float32] | None = Non
 
 @cache
 def small_floats(dtype: str) -> NDArray[np.float32]:
-    """Return what each of the 256 codes of an 8-bit float stands for."""
+    """Return the value of each of the 256 codes of an 8-bit float."""
     import numpy as np
 
     return np.array([_decoded(dtype, code) for code in range(256)], np.float32)

@@ -20,7 +20,7 @@ Extent = tuple[Path, int, int]
 
 
 def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]:
-    """Yield what one `Copier` reads to copy pieces.
+    """Yield the extents that one `Copier` reads to copy pieces.
 
     Args:
         pieces: The pieces.
@@ -34,7 +34,7 @@ def copied_extents(pieces: Iterable[Piece], *, verify: bool) -> Iterator[Extent]
 
 
 def read_extents(entry: TensorEntry) -> Iterator[Extent]:
-    """Yield what is read of a tensor in row-major order."""
+    """Yield the extents that are read of a tensor in row-major order."""
     for part in entry.parts_in_turn():
         yield from read_extents(part)
     yield from alternating(entry.parts_together())
@@ -51,13 +51,13 @@ def extent_of(run: Run | StridedRun) -> Extent:
 
 
 def compared_extents(pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> Iterator[Extent]:
-    """Yield what is read to compare tensors block by block, each with another one."""
+    """Yield the extents that are read to compare pairs of tensors block by block."""
     for pair in pairs:
         yield from alternating(pair)
 
 
 def alternating(entries: Iterable[TensorEntry]) -> Iterator[Extent]:
-    """Yield what is read of tensors whose blocks are used together."""
+    """Yield the extents that are read of tensors whose blocks are used together."""
     for extents in itertools.zip_longest(*map(_parts, entries)):
         yield from (extent for extent in extents if extent is not None)
 

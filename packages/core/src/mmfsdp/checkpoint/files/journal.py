@@ -40,7 +40,7 @@ class Journal:
         self._written: dict[tuple[str, int], list[int]] = {}
         plan = {"format": _FORMAT, "version": 1, "plan": _fingerprint(files), "sources": _identities(_entries(files))}
         self.continues = path.exists() and self._read(target, plan)
-        """Whether there is something to go on from."""
+        """Whether there is anything to resume from."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         if not self.continues:
             self._append(plan)
@@ -122,7 +122,7 @@ def lasting_id(tensors: Mapping[str, TensorEntry], form: str) -> str:
 
 
 def _fingerprint(files: Iterable[PlannedFile]) -> str:
-    """Return a hash of what will be written, and of where its bytes come from."""
+    """Return a hash of the files to be written, and of the sources of their bytes."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(repr((file.name, file.size)).encode())
@@ -133,7 +133,7 @@ def _fingerprint(files: Iterable[PlannedFile]) -> str:
 
 
 def _identities(entries: Iterable[TensorEntry]) -> dict[str, str]:
-    """Return what changes when a file of the source changes, by path."""
+    """Return values, by path, that change when a file of the source changes."""
     paths = {chunk.file for entry in entries for chunk in entry.chunks()}
     return {str(path): identity(path) for path in sorted(paths, key=str)}
 

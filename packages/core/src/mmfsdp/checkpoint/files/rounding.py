@@ -171,7 +171,7 @@ def _any_to_bfloat16(given: NDArray[Any]) -> tuple[NDArray[np.uint16], int]:
 
 @cache
 def _float8_codes(dtype: str) -> tuple[NDArray[np.uint8], NDArray[np.bool_], float]:
-    """Return the code that each 16-bit word, half a float32, becomes; which are too large; and beyond which number."""
+    """Return the code of each 16-bit word (half a float32), which words are too large, and the limit of these."""
     import numpy as np
 
     decoded = small_floats(dtype)[:0x80].astype(np.float64)

@@ -317,7 +317,7 @@ def _is_inherited(descriptor: int) -> bool:
 
 
 def _remove_inherited(path: Path, descriptor: int) -> bool:
-    """Remove the file of a lease whose process has ended while one forked from it has the lock: whether it is gone."""
+    """Remove the file of a lease whose process has ended while a fork of it has the lock. Return whether it is gone."""
     if not _is_inherited(descriptor):
         return False
     try:
@@ -373,7 +373,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _locked(descriptor: int, operation: int) -> bool | None:
-    """Lock a file: whether that succeeded, or ``None`` where there are no locks."""
+    """Lock a file. Return whether that succeeded, or ``None`` where there are no locks."""
     try:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:

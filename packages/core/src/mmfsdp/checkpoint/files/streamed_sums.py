@@ -15,7 +15,7 @@ _Record = tuple[Path, int, int]  # file, first byte and number of bytes
 
 
 def whole_runs(entry: TensorEntry) -> set[_Record]:
-    """Return the contiguous runs of bytes that are read of a tensor, or of all that it is computed from."""
+    """Return the contiguous runs of bytes that are read of a tensor, or of the tensors from which it is computed."""
     runs = (run for part in entry.stored_parts() for run in byte_runs(part))
     return {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
 

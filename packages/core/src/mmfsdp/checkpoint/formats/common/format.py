@@ -1,4 +1,4 @@
-"""The base of all formats of checkpoints: what a format has, with defaults that say what most formats do."""
+"""The base class of all formats of checkpoints. Its defaults are right for most formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)", re.AS
 
 
 class Made(NamedTuple):
-    """The weights as they are written, and what comes with them."""
+    """The weights to write, and what comes with them."""
 
     tensors: Mapping[str, TensorEntry]
     """The tensors by name."""

@@ -17,7 +17,7 @@ __all__ = ["DcpFlatFormat", "DcpFormat", "MegatronFormat"]
 
 
 class _DcpDirectory(Format):
-    """A directory of DCP, whose metadata says where tensors lie in its files. It is the same after each step."""
+    """A directory of DCP. Its metadata, which is the same after each step, says where tensors lie in its files."""
 
     directory = True
 

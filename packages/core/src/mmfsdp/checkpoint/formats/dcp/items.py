@@ -232,7 +232,7 @@ class DcpItems:
 
 
 class _RemoteItems:
-    """Asks a server for the beginnings and ends of many items at once: each alone would take its latency."""
+    """Asks a server for the beginnings and ends of many items at once; alone, each would take a round trip."""
 
     def __init__(self, locations: Locations) -> None:
         self._order: dict[str, list[Location]] = {}
@@ -241,7 +241,7 @@ class _RemoteItems:
         self._asked: set[Location] = set()
 
     def prefetch(self, source: int, location: Location) -> None:
-        """Ask for what surrounds the data of an item and of those that follow it, unless that was done before."""
+        """Ask for the bytes around the data of an item and of the items after it, unless that was done before."""
         if location in self._asked:
             return
         order = self._order[location.file]
@@ -274,7 +274,7 @@ class _SimilarArchives:
         self._count = 0
 
     def find(self, source: int, path: Path, begin: int, end: int) -> PickledTensor | None:
-        """Return the tensor of an archive if one that was remembered equals it, and ``None`` otherwise."""
+        """Return the tensor of an archive if it equals one seen before, and ``None`` otherwise."""
         for anatomy, archives in self._known.get(end - begin, {}).items():
             edges, crc = _edges(source, begin, end, anatomy)
             like = archives.get(edges)
@@ -312,7 +312,7 @@ class _SimilarArchives:
 
 
 def _edges(source: int, begin: int, end: int, anatomy: _Anatomy) -> tuple[bytes, int | None]:
-    """Return what surrounds the data, without what may differ, and the data's CRC-32."""
+    """Return the bytes around the data, without those that may differ, and the data's CRC-32."""
     gap = anatomy.end - anatomy.data
     if end - begin <= _AT_ONCE:
         edges = bytearray(read_at(source, end - begin, begin))

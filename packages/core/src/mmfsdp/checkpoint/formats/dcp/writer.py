@@ -60,7 +60,7 @@ class Items:
         return Rules(self.ranks, names)
 
     def boxes(self, name: str) -> Mapping[Bounds, int]:
-        """Return the boxes of a tensor that are written, each with its rank: one without rows by the first."""
+        """Return the boxes of a tensor that are written, each with its rank: the first, for tensors without rows."""
         entry, boxes = self.tensors[name]
         return boxes.meeting(None) or {_whole(entry): 0}
 
@@ -268,7 +268,7 @@ _NONE, _FALSE = b"N", b"\x89"
 
 
 def _metadata(names: Mapping[str, Keys], tensors: Mapping[str, TensorInfo], locations: Locations) -> bytes:
-    """Return the content of ``.metadata``. Which keys are integers is an attribute of its own, which torch ignores."""
+    """Return the content of ``.metadata``. An attribute that torch ignores says which keys are integers."""
     writer = PickleWriter()
 
     def kind(name: str, module: str = _METADATA) -> bytes:

@@ -70,14 +70,14 @@ class ShardedParams:
         }
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, with names of parameters; with nothing but these if DeepSpeed kept no more."""
+        """Return the optimizer's groups with names of parameters, and with settings if DeepSpeed kept any."""
         held = self._first.optimizer.get("param_groups")
         if not held:
             return [{"params": [*shapes]} for shapes in self.groups] if self._first.states else []
         return grouped(held, self.groups, self._first.stage)
 
     def undivided(self) -> list[Any] | None:
-        """Return the optimizer's state by rank, as stored, if it cannot be told which values are whose; else ``None``.
+        """Return the optimizer's state by rank, as stored, if its values cannot be assigned; else ``None``.
 
         Optimizers in 8 bits keep scales that belong to neither one element nor all.
         """
@@ -144,7 +144,7 @@ def _entry(
 
 
 def _pieces(first: RankState, groups: Sequence[Shapes]) -> dict[str, list[PartitionPiece]]:
-    """Return where every parameter is, going by the file of one rank."""
+    """Return the location of every parameter, as the file of one rank states it."""
     lengths = [flat.shape[0] if len(flat.shape) == 1 else 0 for flat in first.flats]
     if first.stage == 3:
         found = by_parameter(groups, lengths, first.ranks)
@@ -180,7 +180,7 @@ def grouped(held: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], stage: 
 
 
 def _is_flat(key: str, value: Any, flat: PickledTensor) -> bool:
-    """Tell whether a value has an element for each of a flat tensor of weights; there may be padding at the end."""
+    """Tell whether a value has as many elements as a flat tensor of weights, perhaps with padding at the end."""
     return (
         isinstance(value, PickledTensor) and key != "step" and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]
     )
@@ -226,7 +226,7 @@ def _check_ranks_agree(files: Files, first: RankState) -> None:
 
 
 def _of_save(state: RankState) -> list[tuple[str, Any]]:
-    """Return what is the same on all ranks, each with a name."""
+    """Return values that are the same on all ranks, each with a name."""
     scaler = state.content.get("loss_scaler")
     scale = fields(scaler) if isinstance(scaler, PickledObject) else {}
     steps = [entries.get("step") for entries in (*state.states, *state.optimizer.get("param_groups", ()))]

@@ -113,7 +113,7 @@ def boxes_of(shape: tuple[int, ...], pieces: Sequence[PartitionPiece]) -> Iterat
 
 @dataclass(frozen=True)
 class PieceBoxes:
-    """The boxes of a parameter, made when they are asked for: thousands of ranks make millions."""
+    """The boxes of a parameter, made on demand: with thousands of ranks there are millions."""
 
     shape: tuple[int, ...]
     """Shape of the parameter, in elements."""

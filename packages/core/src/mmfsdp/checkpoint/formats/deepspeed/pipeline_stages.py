@@ -108,7 +108,7 @@ class StagedParams:
         return groups
 
     def undivided(self) -> list[Any] | None:
-        """Return the optimizer's state by rank, if it cannot be told which values are whose; else ``None``."""
+        """Return the optimizer's state by rank, if its values cannot be assigned to parameters; else ``None``."""
         found = [params.undivided() for params in self._stages]
         return None if None in found else [state for states in found for state in states or ()]
 

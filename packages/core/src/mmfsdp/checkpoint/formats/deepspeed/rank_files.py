@@ -48,7 +48,7 @@ class FlatLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's part of the optimizer's state, and so of the weights in full precision."""
+    """One rank's part of the optimizer's state, which includes the weights in full precision."""
 
     path: Path
     """The file."""
@@ -207,7 +207,7 @@ class Files:
         return chunk
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise unless there is a file of each of so many ranks, and of no other."""
+        """Raise unless there is one file for each of ``ranks`` ranks, and no other."""
         for kind, files in (("optim", self.states), ("model", self.models if self.is_partitioned else {0: Path()})):
             expected = ranks if kind == "optim" or self.is_partitioned else 1
             like = next(iter(files.values())).name if files else "zero_pp_rank_0"
@@ -226,7 +226,7 @@ class Files:
                 )
 
     def locate_box(self, key: str, piece: PartitionPiece, at: int) -> FlatLocation:
-        """Return where a box is that begins at an element of a flat tensor."""
+        """Return the location of a box that begins at an element of a flat tensor."""
         files = self.models if key.startswith("frozen/") else self.states
         return FlatLocation(str(files[piece.rank]), piece.rank, piece.flat, at)
 

@@ -1,3 +1,3 @@
-"""Weights as codes of 8 bits with scales beside them, as they are written."""
+"""Writes weights as 8-bit codes with scales beside them."""
 
 __all__: list[str] = []

@@ -179,7 +179,7 @@ class Rows:
 
         self._source = source
         self.elements = max(1, _ELEMENTS // source.shape[1]) * source.shape[1]
-        """Number of elements that are yielded at a time, at most."""
+        """The most elements to yield at a time."""
         self._room = np.empty(self.elements, np.float32)
 
     def read(self, files: OpenFiles) -> Iterator[NDArray[np.float32]]:
@@ -208,7 +208,7 @@ def largest(rows: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
 
 
 def _stripes(files: OpenFiles, source: TensorEntry) -> Iterator[memoryview]:
-    """Yield as many rows of a matrix as a block has at a time."""
+    """Yield the rows of a matrix, as many at a time as a block has."""
     return tensor_blocks(files, source, _SIDE * source.shape[1] * itemsize(source.dtype))
 
 
@@ -229,7 +229,7 @@ class ScaledCodes(ComputedEntry):
     __slots__ = ()
 
     def shares(self, files: OpenFiles, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the weight's rows, some at a time, each with what its numbers are divided by."""
+        """Yield the weight's rows, some at a time, with the divisors of their numbers."""
         raise NotImplementedError
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:

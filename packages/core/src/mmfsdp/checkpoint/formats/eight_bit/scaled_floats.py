@@ -101,7 +101,7 @@ class _RowScales:
         self._known: NDArray[np.float32] | None = None
 
     def of(self, files: OpenFiles) -> NDArray[np.float32]:
-        """Return the scales: one for each row, or one."""
+        """Return the scales: one for each row, or one for all."""
         import numpy as np
 
         with self._lock:
@@ -128,7 +128,7 @@ class _RowScales:
 
 @dataclass(frozen=True, slots=True)
 class _RowCodes(ScaledCodes):
-    """The quantised weight; a row has one scale, or all of it."""
+    """The quantised weight, with one scale for each row or one for all."""
 
     scales: _RowScales = field(kw_only=True, compare=False)
 

@@ -1,3 +1,3 @@
-"""What FSDP1 stores: flat parameters and their parts, in a file per rank or in DCP directories."""
+"""Reads what FSDP1 stores: flat parameters and their parts, in a file per rank or in DCP directories."""
 
 __all__: list[str] = []

@@ -18,7 +18,7 @@ _Shape = tuple[str | None, ...]
 
 
 class _Model(NamedTuple):
-    """How a family of transformers' models names what its config gives the size of."""
+    """How a family of transformers' models names the weights whose sizes its config states."""
 
     shapes: tuple[tuple[str, _Shape], ...]
     """Names as regular expressions, and which number of the config each dimension is; ``None`` for others."""

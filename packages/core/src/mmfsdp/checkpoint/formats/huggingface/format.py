@@ -40,7 +40,7 @@ class _ModelDirectory(Format):
 
 
 def _weights_beside(layout: Layout) -> str | None:
-    """Return the one of a model's file and its index that is not read, if a folder has both: one is left over."""
+    """Return the file that is ignored if a folder has both a model's one file and an index: it is left over."""
     if is_remote(layout.path) or not layout.path.is_dir():
         return None
     read = {file.name for file in layout.files()}
@@ -67,7 +67,7 @@ class _FolderForm(ModelForm):
     def _in_files(
         self, tensors: Mapping[str, TensorEntry], own: Mapping[str, TensorEntry]
     ) -> Mapping[str, TensorEntry] | None:
-        """Return weights that have the names of the model in memory as its files have them; None for others."""
+        """Return weights with names of the model in memory under the names of its files; None for other weights."""
         if all(name in tensors for name in own) or all(name in own for name in tensors):
             return None
         from mmfsdp.checkpoint.formats.huggingface.memory_names import as_in_files, described_model

@@ -159,7 +159,7 @@ def as_in_memory(model: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, Te
 
 
 def _renamed(model: Any, own: Mapping[str, Any], names: Iterable[str]) -> dict[str, tuple[str, str, _Converter]] | None:
-    """Return each name's own in memory, and the pattern and the converter that take its tensor, if one does."""
+    """Return for each name its name in memory, and the pattern and converter that take its tensor, if any."""
     try:
         from_files = importlib.import_module("transformers.conversion_mapping")
         loading = importlib.import_module("transformers.core_model_loading")
@@ -182,7 +182,7 @@ def _renamed(model: Any, own: Mapping[str, Any], names: Iterable[str]) -> dict[s
 def _converted(
     target: str, parts: Mapping[str, Sequence[TensorEntry]], converter: _Converter, own: Mapping[str, Any]
 ) -> dict[str, TensorEntry] | None:
-    """Return what a converter makes of the tensors that its patterns took, by name; None if that is not known here."""
+    """Return the tensors, by name, that a converter makes of those its patterns took; None if that is unknown here."""
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
     targets = [*converter.target_patterns]
     if order != [*converter.source_patterns] or (len(targets) > 1 and targets[0] not in target):

@@ -56,7 +56,7 @@ def read(source: SourcePath) -> Layout:
 
 
 def _is_safetensors(file: Path) -> bool:
-    """Tell whether a file is one by its content, or by its name, so that damage is reported as damage."""
+    """Tell whether a file is of safetensors by its content, or by its name, so that damage is reported as damage."""
     return file.name.endswith(".safetensors") or looks_like_safetensors(SourcePath(file).head)
 
 

@@ -87,7 +87,7 @@ class Ties:
     like: Path
     """The folder."""
     stated: bool | None
-    """The value in its config; ``None`` if it has none, which transformers takes for yes."""
+    """The value in its config; ``None`` if there is none, which transformers takes as true."""
     own: frozenset[str]
     """The names of its weights, if it has any."""
 

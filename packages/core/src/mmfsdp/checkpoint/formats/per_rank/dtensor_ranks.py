@@ -52,7 +52,7 @@ _KEYS = {
     "optimizer": "optimizer",
     "extra_state": "extra_state",
 }
-"""Under which key of the checkpoint the content of a kind of files goes."""
+"""Kind of files to the key of the checkpoint under which their content goes."""
 _OF_EACH_RANK = ("extra_state",)
 """Kinds whose content is each rank's own, such as the state of random number generators: a list by rank."""
 
@@ -324,7 +324,7 @@ def _check_present(files: FilesOfRanks, ranks: Sequence[int], why: str) -> None:
 
 
 def _check_left_over(file: FileOfRank, first: FileOfRank) -> None:
-    """Raise if a file is of a rank that the first file's save did not have; replicas of other meshes may be there."""
+    """Raise if a file belongs to a rank that the first file's save did not have. Replicas of other meshes are fine."""
     for name, shard in file.shards.items():
         ranks = first.shards[name].ranks
         if file.rank == shard.rank not in ranks and len(shard.ranks) != len(ranks):

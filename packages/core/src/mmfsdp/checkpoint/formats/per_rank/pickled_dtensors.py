@@ -190,7 +190,7 @@ def _order(spec: Mapping[str, Any], dims: int, sizes: tuple[int, ...], path: Pat
 
 
 def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[int, ...], path: Path) -> int:
-    """Return where a mesh dimension belongs in the order: behind those that divide the same dimension by ``factor``."""
+    """Return a mesh dimension's position in the order: after those that divide the same dimension by ``factor``."""
     ranks = 1
     for position in range(len(order) + 1):
         if ranks == factor:

@@ -200,7 +200,7 @@ def _described(directory: Path, first: _RankFile, rules: Mapping[str, EvenBoxes]
 def _layout(
     directory: Path, first: _RankFile, world_size: int, sharded: Callable[[str, PickledTensor], TensorEntry | None]
 ) -> Layout:
-    """Return the layout, given what puts a tensor together; ``None`` for one that is whole in the first file."""
+    """Return the layout. A function assembles each tensor, or returns ``None`` if the first file has it whole."""
     tensors: dict[str, TensorEntry] = {}
 
     def bind(name: str, leaf: Any) -> Any:

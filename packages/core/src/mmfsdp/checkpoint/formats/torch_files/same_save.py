@@ -20,7 +20,7 @@ _NUMBERS = (
     *("last_epoch", "last_step", "_step_count"),  # of schedulers
 )
 _SECTIONS = ("meta", "train_state", "trainer_state", "lr_scheduler", "scheduler")
-"""Under which keys scripts keep counters, if not at the top: each rank's data loader goes at its own pace."""
+"""Keys under which scripts keep counters, if not at the top. Each rank's data loader goes at its own pace."""
 
 
 def check_same_save(first: Path, content: Any, other: Path, theirs: Any, name: str = "") -> None:

@@ -176,7 +176,7 @@ class Placement:
 
 
 def placement_of(name: str, header: int, nbytes: int) -> Placement:
-    """Return where the data of an entry goes whose local header begins at byte ``header``."""
+    """Return the placement of an entry whose local header begins at byte ``header``."""
     unpadded = header + LOCAL.size + len(name.encode()) + len(_zip64_sizes(nbytes))
     padding = -unpadded % _ALIGNMENT
     if 0 < padding < 4:  # an extra field takes at least four bytes

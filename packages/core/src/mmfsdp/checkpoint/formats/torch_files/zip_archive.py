@@ -185,7 +185,7 @@ def _read_directory(source: int, begin: int, end: int) -> tuple[int, bytes]:
 
 
 def _end_record(source: int, begin: int, end: int) -> tuple[int, bytes, int]:
-    """Return the last bytes of an archive: where they begin in the file, they, and where its end record is in them."""
+    """Return the offset of an archive's last bytes in the file, the bytes, and the offset of the end record in them."""
     for span in (_TAIL, _TAIL + 0xFFFF):  # at the very end, unless the archive has a comment
         first = max(begin, end - span)
         tail = read_at(source, max(end - first, 0), first)
