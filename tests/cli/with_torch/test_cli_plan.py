@@ -175,6 +175,16 @@ def test_a_batch_rehearses_a_step() -> None:
     assert (told["time"]["seconds"], told["rehearsal"]["device"]["name"]) == (named.time().seconds, device)
 
 
+def test_a_batch_is_rehearsed_with_the_optimizer_of_the_plan(tmp_path: Path) -> None:
+    settings = wrapped(optimizer={"lr": 0.02})
+    (path := tmp_path / "muon.json").write_text(json.dumps(settings))
+    shown = json.loads(rehearse(*BLOCKS, "--ranks", 2, "--batch", "6x4", "--config", path, "--json")[1])
+    step = mmfsdp.rehearse(settings, build(), torch.empty(6, 4, device="meta"), mesh=2)
+    assert shown["rehearsal"]["static"] == dict(step.static)
+    adamw = mmfsdp.rehearse(settings, build(), torch.empty(6, 4, device="meta"), mesh=2, optimizer="adamw")
+    assert adamw.static["optimizer state"] > step.static["optimizer state"]
+
+
 @pytest.mark.exhaustive
 def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
     other, page = tmp_path / "other.json", tmp_path / "step.html"

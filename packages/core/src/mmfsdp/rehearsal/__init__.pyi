@@ -6,7 +6,7 @@ from mmfsdp.rehearsal.fitting.fit_result import FitOption as FitOption
 from mmfsdp.rehearsal.fitting.rates import Rates as Rates
 from mmfsdp.rehearsal.measured.calibrating import calibrate as calibrate
 from mmfsdp.rehearsal.measured.calibrating import measure_links as measure_links
-from mmfsdp.rehearsal.measured.first_steps import FirstSteps as FirstSteps
+from mmfsdp.rehearsal.measured.forecast_watch import FirstSteps as FirstSteps
 from mmfsdp.rehearsal.measured.forecast_watch import ForecastWatch as ForecastWatch
 from mmfsdp.rehearsal.measured.measuring import Measured as Measured
 from mmfsdp.rehearsal.measured.measuring import measure as measure

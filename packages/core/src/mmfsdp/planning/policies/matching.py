@@ -13,8 +13,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from mmfsdp.planning.policies.forms import Policy, verdicts_of
-from mmfsdp.planning.policies.verdicts import Verdicts, any_of, by_class
+from mmfsdp.planning.policies.forms import Policy, Verdicts, any_of, by_class, verdicts_of
 
 __all__ = ["Match", "own_parameters", "resolve_policy", "select_modules"]
 

@@ -1,11 +1,12 @@
-"""Keeps comparing training with its rehearsal, and names what leaves the forecast: unit, rank, collective, bytes."""
+"""Compares training with its rehearsal: its first steps, and for as long as it runs what leaves the forecast."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,12 +17,12 @@ from mmfsdp.rehearsal.allocator.kept import kept_bytes, retries_said, retries_so
 from mmfsdp.rehearsal.measured.unit_times import UnitTimes
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
+from mmfsdp.rehearsal.timing.step_time import StepTime, beside, human_seconds
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe, unsubscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import unit_of
 
-__all__ = ["ForecastWatch"]
+__all__ = ["FirstSteps", "ForecastWatch"]
 
 _SKIPPED = 2  # steps that make the optimizer's state, and fill caches
 _DIFFERENT = 0.02  # share by which bytes that are kept must differ
@@ -29,6 +30,63 @@ _HIGHER = 0.05  # share by which the peak of a GPU must be higher: a little more
 _SHORTEST = 1e-4  # seconds: what takes less is not worth a sentence
 _MICRO = 1e-6
 _NOBODY = 1 << 40
+
+
+class FirstSteps:
+    """Compares the first steps of training with a rehearsal, on this rank. Not collective; it sends nothing.
+
+    Call `step` after each optimizer step. The time of a step is the median from one call to the next, so it contains
+    what the loop does in between, such as loading data. On CUDA the peaks are those of torch's allocator since the
+    process began; CPU memory is not measured. If the GPU was full in these steps, the line says so.
+
+    Args:
+        rehearsal: The step as it was rehearsed.
+        device: What to predict its time with, see `Rehearsal.time`. Default: the device of the rehearsal; without one,
+            no time is predicted.
+        steps: How many steps to time, after two that do not count.
+        clock: Returns seconds.
+
+    Raises:
+        ConfigError: There are no steps, or the device is not known.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        *,
+        device: str | Device | None = None,
+        steps: int = 5,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if steps < 1:
+            raise ConfigError(f"FirstSteps times at least 1 step, got {steps}.", config="steps")
+        self._rehearsal, self._steps, self._clock = rehearsal, steps, clock
+        predicted = _forecast(rehearsal, device)
+        self._predicted = None if predicted is None else predicted.seconds
+        self._marks: list[float] = []
+        self._retries = 0
+
+    def step(self) -> str | None:
+        """Note that a step has ended; return a line to log, once, after the last one that is timed."""
+        self._marks.append(self._clock())
+        if len(self._marks) == _SKIPPED:
+            self._retries = retries_so_far()
+        if len(self._marks) != _SKIPPED + self._steps:
+            return None
+        times = self._marks[_SKIPPED - 1 :]
+        seconds = _median(times)
+        found = self._rehearsal
+        parts = [_beside("step", self._predicted, seconds, human_seconds)]
+        if found.device_type == "cuda" and torch.cuda.is_available():
+            parts.append(_beside("peak", found.peak.nbytes, torch.cuda.max_memory_allocated(), human_bytes))
+            low, high = map(human_bytes, found.reserved())
+            parts.append(
+                f"reserved {low} to {high} predicted, {human_bytes(torch.cuda.max_memory_reserved())} measured"
+            )
+        else:
+            parts.append(f"peak {human_bytes(found.peak.nbytes)} predicted")
+        said = retries_said(retries_so_far() - self._retries, self._steps)
+        return f"Rehearsal of rank {found.rank} of {found.mesh}: {'; '.join(parts)}" + (f". {said}" if said else "")
 
 
 class ForecastWatch:
@@ -80,8 +138,7 @@ class ForecastWatch:
         self._state = find_sharded_model(model)
         self._rehearsal, self._optimizer, self._every, self._clock = rehearsal, optimizer, every, clock
         self._tolerance = tolerance
-        known = device or rehearsal.device
-        self._predicted = None if known is None else rehearsal.time(known)
+        self._predicted = _forecast(rehearsal, device)
         self._times: UnitTimes | None = None
         self._marks: list[float] = []
         self._steps, self._retries = -_SKIPPED, 0
@@ -104,7 +161,7 @@ class ForecastWatch:
         times.end()
         unsubscribe(times, self._state.groups)
         marks, self._marks = self._marks[:-1], self._marks[-1:]  # without the step that was followed
-        seconds = statistics.median(end - begin for begin, end in pairwise(marks[-self._every :]))
+        seconds = _median(marks[-self._every :])
         found = dict(self._found(times, seconds))
         new = [text for key, text in found.items() if key not in self._said]
         self._said = set(found)
@@ -134,6 +191,23 @@ class ForecastWatch:
             peak, most = torch.cuda.max_memory_allocated(), found.allocated()[1]
             if peak > (1 + _HIGHER) * most:
                 yield "peak", f"The peak is {human_bytes(peak)}, {human_bytes(most)} in the forecast."
+
+
+def _forecast(rehearsal: Rehearsal, device: str | Device | None) -> StepTime | None:
+    """Return the time of a step on a device, or on that of the rehearsal; None without either."""
+    known = device or rehearsal.device
+    return None if known is None else rehearsal.time(known)
+
+
+def _median(marks: Sequence[float]) -> float:
+    """Return the median of the times from one mark to the next."""
+    return statistics.median(end - begin for begin, end in pairwise(marks))
+
+
+def _beside(name: str, predicted: float | None, measured: float, shown: Callable[[Any], str]) -> str:
+    if predicted is None:
+        return f"{name} {shown(measured)} measured"
+    return f"{name} {beside(predicted, measured, shown)}"
 
 
 def _sent(rehearsal: Rehearsal, times: UnitTimes) -> Iterator[tuple[str, str]]:

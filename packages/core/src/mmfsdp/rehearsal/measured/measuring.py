@@ -35,7 +35,7 @@ from mmfsdp.rehearsal.running.realising import real_batch, real_model
 from mmfsdp.rehearsal.running.step import LossFn, default_loss, phase_seconds, run_step
 from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.device_specs import Device
-from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds
+from mmfsdp.rehearsal.timing.step_time import StepTime, beside, human_seconds
 from mmfsdp.sharding.apply import apply_plan
 
 __all__ = ["Measured", "cpu_peak", "measure"]
@@ -76,11 +76,6 @@ class Measured:
         return f"A step: {beside(self.predicted.seconds, self.seconds, human_seconds)}; peak " + beside(
             self.rehearsal.peak.nbytes, self.peak, human_bytes
         )
-
-
-def beside(predicted: float, measured: float, shown: Callable[[Any], str]) -> str:
-    """Return a prediction, what was measured, and how much the prediction is too high, as text."""
-    return f"{shown(predicted)} predicted, {shown(measured)} measured ({predicted / measured - 1:+.1%})"
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from mmfsdp.rehearsal.timing.ranges import CASES
 from mmfsdp.rehearsal.timing.roofline import operator_seconds, weight_of
 from mmfsdp.rehearsal.timing.streams import Replay, Span, Work, replay
 
-__all__ = ["SPENT", "StepTime", "busy_device", "human_seconds", "time_of", "usual_seconds", "works_of"]
+__all__ = ["SPENT", "StepTime", "beside", "busy_device", "human_seconds", "time_of", "usual_seconds", "works_of"]
 
 SPENT = {
     "compute": "computing, bound by FLOPs",
@@ -187,6 +187,11 @@ def works_of(
             known[key] = *operator_seconds(item, device, case), weight_of(item)
         seconds, bound, weight = known[key]
         yield Work(item.name, item.unit, item.phase, item.role, seconds, weight * issue, bound=bound)
+
+
+def beside(predicted: float, measured: float, shown: Callable[[Any], str]) -> str:
+    """Return a prediction, what was measured, and how much the prediction is too high, as text."""
+    return f"{shown(predicted)} predicted, {shown(measured)} measured ({predicted / measured - 1:+.1%})"
 
 
 def human_seconds(seconds: float) -> str:
