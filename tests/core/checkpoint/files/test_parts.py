@@ -24,7 +24,7 @@ from mmfsdp.checkpoint.files import planned_files
 from mmfsdp.checkpoint.files.atomic import TargetExistsError, atomic_output, commit, discard, temporary_sibling
 from mmfsdp.checkpoint.files.copying import BlockWriter, Copier, RecordKey
 from mmfsdp.checkpoint.files.planned_files import Tracker, write_files
-from mmfsdp.checkpoint.geometry import Run, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry, check_manifest, read_manifest, write_manifest
@@ -72,7 +72,7 @@ def test_any_boxes_fill_any_target_box(case: tuple[tuple[int, ...], list[list[in
 def test_adjacent_runs_are_merged() -> None:
     file = Path("f")
     rows = tuple(Chunk(file, 100 + 8 * row, 8, (row, 0), (1, 2)) for row in range(4))
-    assert byte_runs(TensorEntry("w", "float32", (4, 2), rows)) == [Run(file, 100, 0, 32)]
+    assert byte_runs(TensorEntry("w", "float32", (4, 2), rows)) == [ByteRun(file, 100, 0, 32)]
     columns = tuple(Chunk(file, 16 * column, 16, (0, column), (4, 1)) for column in range(2))
     assert len(byte_runs(TensorEntry("w", "float32", (4, 2), columns))) == 8
 

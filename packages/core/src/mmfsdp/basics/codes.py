@@ -75,7 +75,7 @@ class OtherCodes(NamedTuple):
 def scales_of(tensors: Mapping[str, Stored]) -> dict[str, str]:
     """Return the names of weights that are codes of 8 bits, and of their scales.
 
-    They are those of DeepSeek-V3 and compressed-tensors (the weight's name and ``_scale`` or ``_scale_inv``), of
+    They are the names of DeepSeek-V3 and compressed-tensors (the weight's name and ``_scale`` or ``_scale_inv``), of
     DeepSeek's own code (``scale`` beside ``weight``), and of ComfyUI (``scale_weight``). Whether they can be restored,
     `block_of` tells.
 

@@ -71,8 +71,8 @@ _owned: weakref.WeakSet[_Closable] = weakref.WeakSet()
 def close_in_children(item: _Closable) -> None:
     """Call ``item.close_in_child()`` in each process that Python forks from this one.
 
-    Locks and sockets live until the last process that has them ends, so a forked logger or uploader would keep those of
-    a trainer that died.
+    Locks and sockets live until the last process that has them ends, so a forked logger or uploader would keep a dead
+    trainer's.
     """
     _register()
     _owned.add(item)

@@ -56,10 +56,10 @@ class TensorEntry:
         yield self
 
     def counting(self, overflow: Callable[[int], None]) -> TensorEntry:
-        """Return the tensor, which calls this with the number of elements that are too large, if it rounds any.
+        """Return the tensor with this ``overflow`` in place of its own; itself if it rounds nothing.
 
         Args:
-            overflow: Replaces what it would call.
+            overflow: Called with the number of elements that are too large.
         """
         return self
 

@@ -15,13 +15,13 @@ from mmfsdp.checkpoint.entries import FoldedEntry, TensorEntry
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["Run", "StridedRun", "byte_runs", "check_box", "check_coverage", "without_repeats"]
+__all__ = ["ByteRun", "StridedRun", "byte_runs", "check_box", "check_coverage", "without_repeats"]
 
 _BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Bytes that are consecutive in the source and in the target."""
 
     file: Path
@@ -56,7 +56,7 @@ class StridedRun:
 
 def byte_runs(
     entry: TensorEntry, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
-) -> list[Run | StridedRun]:
+) -> list[ByteRun | StridedRun]:
     """Return the byte runs that fill a row-major target box from the chunks of a tensor.
 
     Args:
@@ -80,7 +80,9 @@ def byte_runs(
     return list(_merged(runs))
 
 
-def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Run | StridedRun]:
+def _chunk_runs(
+    chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[int, ...]
+) -> Iterator[ByteRun | StridedRun]:
     ndim = len(extent)
     low, count = chunk.shared(start, extent)
     if 0 in count:
@@ -112,22 +114,22 @@ def _chunk_runs(chunk: Chunk, item: int, start: tuple[int, ...], extent: tuple[i
         source_at = source + item * sum(i * step for i, step in zip(index, source_strides, strict=False))
         target_at = target + item * sum(i * step for i, step in zip(index, target_strides, strict=False))
         if chunk.strides is None:
-            yield Run(chunk.file, source_at, target_at, length)
+            yield ByteRun(chunk.file, source_at, target_at, length)
         else:
             yield StridedRun(chunk.file, source_at, target_at, length, item, count[inner:], chunk.strides[inner:])
 
 
-def _merged(runs: list[Run | StridedRun]) -> Iterator[Run | StridedRun]:
-    last: Run | StridedRun | None = None
+def _merged(runs: list[ByteRun | StridedRun]) -> Iterator[ByteRun | StridedRun]:
+    last: ByteRun | StridedRun | None = None
     for run in runs:
         if (
-            isinstance(last, Run)
-            and isinstance(run, Run)
+            isinstance(last, ByteRun)
+            and isinstance(run, ByteRun)
             and last.file == run.file
             and last.source + last.length == run.source
             and last.target + last.length == run.target
         ):
-            last = Run(last.file, last.source, last.target, last.length + run.length)
+            last = ByteRun(last.file, last.source, last.target, last.length + run.length)
             continue
         if last is not None:
             yield last

@@ -28,7 +28,7 @@ _SETTINGS = {"muon": (*_RATES, *_MUON), "adamw": (*_RATES, "betas", "eps")}
 class MuonWithAdamW(MatrixOptimizer):
     """One optimizer that updates matrices as ``torch.optim.Muon`` does, and all else by ``torch.optim.AdamW``.
 
-    Param groups have an entry ``optimizer``, ``'muon'`` or ``'adamw'``; state and settings of each are those of torch.
+    Param groups have an entry ``optimizer``, ``'muon'`` or ``'adamw'``; state and settings of each are torch's.
 
     Args:
         groups: Param groups, with all settings. They belong to the optimizer from now on.
@@ -58,8 +58,8 @@ class MuonWithAdamW(MatrixOptimizer):
         """Add parameters. Every rank must add the same ones before its next step.
 
         Args:
-            param_group: ``params``, and ``optimizer``: ``'muon'`` or ``'adamw'``. Settings that it lacks are those of
-                the first group of that optimizer.
+            param_group: ``params``, and ``optimizer``: ``'muon'`` or ``'adamw'``. Settings that it lacks are
+                taken from the first group of that optimizer.
 
         Raises:
             ConfigError: It does not say which optimizer updates it, or no group has a setting that it lacks.

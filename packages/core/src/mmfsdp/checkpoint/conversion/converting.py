@@ -14,7 +14,7 @@ from mmfsdp.basics.descriptors import is_remote, prefetch, size_of
 from mmfsdp.checkpoint.chunks import Record
 from mmfsdp.checkpoint.conversion.selection import intended
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
-from mmfsdp.checkpoint.conversion.targets import Companion, DiskTarget, Target
+from mmfsdp.checkpoint.conversion.targets import Companion, ConversionTarget, DiskTarget
 from mmfsdp.checkpoint.failed_downloads import pointer_notes
 from mmfsdp.checkpoint.files.dequantizing import restore_codes
 from mmfsdp.checkpoint.files.disk import checkpoint_path, present
@@ -183,7 +183,7 @@ def _completed(chosen: Conversion, kind: Format, layout: Layout) -> Conversion:
     return chosen.changed(found)
 
 
-def _target(path: Path, kind: Format, chosen: Conversion) -> Target:
+def _target(path: Path, kind: Format, chosen: Conversion) -> ConversionTarget:
     if not is_remote(path):
         return DiskTarget(path, kind, chosen)
     from mmfsdp.checkpoint.conversion.uploading import StoreTarget

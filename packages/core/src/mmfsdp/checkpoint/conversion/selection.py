@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.journal import lasting_id
 from mmfsdp.checkpoint.formats.common.format import Format, Made, ModelForm
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.formats.opening import open_layout
 from mmfsdp.checkpoint.layout import Layout, PlannedFile, TensorRef
 from mmfsdp.checkpoint.tree import named_tensors, select_tensors, tensor_free_paths, top_level_key, weights_of
@@ -113,7 +113,7 @@ def intended(
     tensors = {source: layout.tensors[source] for source in all_names.values()}
     tensors |= {names[name]: entry for name, entry in named.items() if name in names}
     limit = None if conversion.max_shard_size is None else parse_bytes(conversion.max_shard_size)
-    content = Content(tree, tensors, named, limit, ranks, keys=finished.keys, stem=form.stem())
+    content = CheckpointContent(tree, tensors, named, limit, ranks, keys=finished.keys, stem=form.stem())
     if conversion.resume:  # what is there already must not differ by its id
         text = f"{target.name} {keep} {ranks} {limit}"
         content = replace(content, save_id=lasting_id({**tensors, **named}, text))

@@ -33,14 +33,14 @@ from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.checkpoint.manifest import write_manifest
 from mmfsdp.errors import CheckpointError, ConfigError
 
-__all__ = ["Companion", "DiskTarget", "Target", "part_of_source", "paths_of"]
+__all__ = ["Companion", "ConversionTarget", "DiskTarget", "part_of_source", "paths_of"]
 
 Companion = Path | bytes
 """A file beside the weights: one that is copied, or its content."""
 
 
 @dataclass(frozen=True)
-class Target(ABC):
+class ConversionTarget(ABC):
     """A file or a directory that a conversion writes. The calls come in this order: one of each, `write` if at all."""
 
     path: Path
@@ -102,7 +102,7 @@ def paths_of(layout: Layout, *, remote: bool) -> list[Path]:
     return [path for path in paths if is_remote(path) == remote]
 
 
-class DiskTarget(Target):
+class DiskTarget(ConversionTarget):
     """A target on a disk of this machine."""
 
     @property

@@ -13,7 +13,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.output import check_output
 from mmfsdp.checkpoint.conversion.selection import Intent
 from mmfsdp.checkpoint.conversion.settings import Conversion
-from mmfsdp.checkpoint.conversion.targets import Companion, Target, part_of_source, paths_of
+from mmfsdp.checkpoint.conversion.targets import Companion, ConversionTarget, part_of_source, paths_of
 from mmfsdp.checkpoint.files.atomic import TargetExistsError
 from mmfsdp.checkpoint.files.copying import Copier, RecordKey, write_at
 from mmfsdp.checkpoint.files.disk import checkpoint_path, present, write_errors
@@ -30,7 +30,7 @@ from mmfsdp.errors import CheckpointError, ConfigError, MmfsdpError
 __all__ = ["StoreTarget"]
 
 
-class StoreTarget(Target):
+class StoreTarget(ConversionTarget):
     """A target in a store, which is sent in parts as it is produced."""
 
     def refuse_source(self, layout: Layout) -> None:

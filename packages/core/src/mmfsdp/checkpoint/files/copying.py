@@ -23,7 +23,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated, write_all
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.streamed_sums import StreamedSums, whole_runs
-from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine, crc32_of_stretch
 from mmfsdp.errors import CorruptCheckpointError
 
@@ -99,7 +99,7 @@ class Copier:
         if (computed := entry.blocks(self._files)) is not None:
             return self._compute(entry, computed, at)
         runs = byte_runs(entry)
-        stored = self._stored(entry, {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)})
+        stored = self._stored(entry, {(run.file, run.source, run.length) for run in runs if isinstance(run, ByteRun)})
         crc = 0
         for run in runs:
             if isinstance(run, StridedRun):
@@ -151,7 +151,7 @@ class Copier:
             self._advance(len(block))
         return crc
 
-    def _copy(self, run: Run, at: int, name: str, stored: int | None) -> int:
+    def _copy(self, run: ByteRun, at: int, name: str, stored: int | None) -> int:
         """Copy a run and return its CRC-32: the stored one if there is one and it need not be compared."""
         check = stored is not None and self._is_due((run.file, run.source, run.length))
         count = stored is None or check

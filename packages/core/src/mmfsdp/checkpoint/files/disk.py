@@ -74,8 +74,8 @@ def checkpoint_path(path: str | os.PathLike[str], *, to_write: bool = False) -> 
     """Return the path of a checkpoint that is read or written: on this machine, or on a server if it is a URL.
 
     Raises:
-        ConfigError: It is empty, or is to be written and holds a NUL character. A URL is malformed, or what it needs is
-            not installed, or it is to be written and cannot be.
+        ConfigError: It is empty, or is to be written and holds a NUL character. A URL is malformed,
+            needs a package that is not installed, or is to be written and cannot be.
     """
     if isinstance(path, RemoteLike):
         return cast(Path, path)

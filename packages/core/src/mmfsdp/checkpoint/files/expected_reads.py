@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.streamed_sums import whole_runs
-from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, StridedRun, byte_runs
 from mmfsdp.checkpoint.layout import Piece
 
 __all__ = ["alternating", "compared_extents", "copied_extents", "extent_of", "read_extents"]
@@ -42,7 +42,7 @@ def read_extents(entry: TensorEntry) -> Iterator[Extent]:
         yield from map(extent_of, byte_runs(entry))
 
 
-def extent_of(run: Run | StridedRun) -> Extent:
+def extent_of(run: ByteRun | StridedRun) -> Extent:
     """Return where the bytes of a run lie."""
     span = run.length
     if isinstance(run, StridedRun):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.geometry import Run, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32
 
 __all__ = ["StreamedSums", "whole_runs"]
@@ -17,7 +17,7 @@ _Record = tuple[Path, int, int]  # file, first byte and number of bytes
 def whole_runs(entry: TensorEntry) -> set[_Record]:
     """Return the contiguous runs of bytes that are read of a tensor, or of the tensors from which it is computed."""
     runs = (run for part in entry.stored_parts() for run in byte_runs(part))
-    return {(run.file, run.source, run.length) for run in runs if isinstance(run, Run)}
+    return {(run.file, run.source, run.length) for run in runs if isinstance(run, ByteRun)}
 
 
 class StreamedSums:

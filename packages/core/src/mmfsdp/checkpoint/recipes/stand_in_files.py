@@ -18,7 +18,7 @@ from mmfsdp.checkpoint.entries import ComputedEntry, FoldedEntry, TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
 from mmfsdp.checkpoint.files.elements import tensor_blocks
-from mmfsdp.checkpoint.geometry import Run, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, byte_runs
 from mmfsdp.errors import ConfigError
 
 __all__ = ["StandIns"]
@@ -90,7 +90,7 @@ class _Arranged(ComputedEntry):
         item, parts, picks = itemsize(view.dtype), [], []
         for run in byte_runs(view):
             source = sources[run.file]
-            sizes, strides = ((run.length // item,), (1,)) if isinstance(run, Run) else (run.sizes, run.strides)
+            sizes, strides = ((run.length // item,), (1,)) if isinstance(run, ByteRun) else (run.sizes, run.strides)
             for at, pick_sizes, pick_strides in _divided(run.source // item, sizes, strides):
                 begin, part = _covering(source, at, at + _reach(pick_sizes, pick_strides))
                 parts.append(part)

@@ -13,7 +13,7 @@ from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles, read_errors, truncated
 from mmfsdp.checkpoint.files.elements import packed_blocks
 from mmfsdp.checkpoint.files.expected_reads import extent_of
-from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_of_stretch
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import CorruptCheckpointError
@@ -100,7 +100,7 @@ class VerifiedFiles:
             self._checked.add(record)
 
     def _fill_from(
-        self, chunk: Chunk, box: Bounds, runs: Sequence[Run | StridedRun], target: memoryview, name: str
+        self, chunk: Chunk, box: Bounds, runs: Sequence[ByteRun | StridedRun], target: memoryview, name: str
     ) -> None:
         if not self._verify:
             for run in runs:
@@ -118,10 +118,10 @@ class VerifiedFiles:
             for run in runs:
                 self._read(run, target, name)
 
-    def _read(self, run: Run | StridedRun, target: memoryview, name: str) -> None:
+    def _read(self, run: ByteRun | StridedRun, target: memoryview, name: str) -> None:
         source = self._open.descriptor(run.file)
         view = target[run.target :][: run.length]
-        if isinstance(run, Run):
+        if isinstance(run, ByteRun):
             _read_all(source, run.file, run.source, view, name)
             return
         done = 0
@@ -139,7 +139,7 @@ class VerifiedFiles:
         return value
 
     def _read_blocks(
-        self, run: Run | StridedRun, chunk: Chunk, entry: FileEntry, target: memoryview, name: str
+        self, run: ByteRun | StridedRun, chunk: Chunk, entry: FileEntry, target: memoryview, name: str
     ) -> None:
         if isinstance(run, StridedRun):
             for number in range(chunk.offset // BLOCK, -(-(chunk.offset + chunk.span) // BLOCK)):
@@ -175,8 +175,8 @@ class VerifiedFiles:
         return self._block[2]
 
 
-def _is_all_of(run: Run | StridedRun, chunk: Chunk) -> bool:
-    return isinstance(run, Run) and (run.source, run.length) == (chunk.offset, chunk.nbytes)
+def _is_all_of(run: ByteRun | StridedRun, chunk: Chunk) -> bool:
+    return isinstance(run, ByteRun) and (run.source, run.length) == (chunk.offset, chunk.nbytes)
 
 
 def _read_all(source: int, file: Path, at: int, view: memoryview, name: str) -> None:

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.files.atomic import refuse_other_content
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.disk import copy_here, sync
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.formats.huggingface.config_sizes import check_sizes
 from mmfsdp.checkpoint.formats.huggingface.memory_names import as_in_files, model_on_meta, names_in_files
 from mmfsdp.checkpoint.formats.huggingface.model_folders import like_folder, weights_stem
@@ -174,7 +174,7 @@ def _planned(
         refuse_other_content(target, beside)
     for note in (*pointer_notes(beside), *finished.notes):
         _log.warning("Saving %r: %s.", str(target), note)
-    content = Content({}, finished.tensors, finished.tensors, keys=dict(finished.keys), stem=stem)
+    content = CheckpointContent({}, finished.tensors, finished.tensors, keys=dict(finished.keys), stem=stem)
     return kind.plan_write(content), beside
 
 

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
 from mmfsdp.checkpoint.files.disk import OpenFiles, sync
 from mmfsdp.checkpoint.files.planned_files import Stretch, complete_file
-from mmfsdp.checkpoint.geometry import Run, StridedRun, byte_runs
+from mmfsdp.checkpoint.geometry import ByteRun, StridedRun, byte_runs
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
@@ -50,10 +50,10 @@ class Share:
     """The global ranks of that mesh."""
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ByteRun]:
         """Where the elements lie in the whole tensor, packed: sorted runs from memory to the tensor."""
         found = byte_runs(entry_in_memory("", self.tensor, self.shape, self.box))
-        return [run for run in found if isinstance(run, Run)]
+        return [run for run in found if isinstance(run, ByteRun)]
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -189,14 +189,14 @@ def _cast(data: memoryview, dtype: str, entry: CastEntry) -> memoryview:
     return bytes_of(made)
 
 
-def _flat_runs(runs: Iterable[Run | StridedRun]) -> Iterator[Run]:
+def _flat_runs(runs: Iterable[ByteRun | StridedRun]) -> Iterator[ByteRun]:
     """Yield runs of consecutive bytes, of which strided ones are made.
 
     Raises:
         FormatError: There are more than a million of them.
     """
     for run in runs:
-        if isinstance(run, Run):
+        if isinstance(run, ByteRun):
             yield run
             continue
         sizes, strides, block = [*run.sizes], [*run.strides], run.item
@@ -207,7 +207,7 @@ def _flat_runs(runs: Iterable[Run | StridedRun]) -> Iterator[Run]:
             raise FormatError("A tensor would be written element by element. Save another kind, and convert it.")
         for index, place in enumerate(itertools.product(*map(range, sizes))):
             skipped = sum(step * at for step, at in zip(strides, place, strict=True)) * run.item
-            yield Run(run.file, run.source + skipped, run.target + index * block, block)
+            yield ByteRun(run.file, run.source + skipped, run.target + index * block, block)
 
 
 def _write(writer: BlockWriter, data: memoryview, at: int, border: int, stretches: list[Stretch]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mmfsdp.basics.descriptors import read_at
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, is_zip
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent, SourcePath, is_zip
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["Format", "Made", "ModelForm", "TensorFormat"]
@@ -162,7 +162,7 @@ class Format:
         """Read the layout of a checkpoint of this format; see the module that reads it for errors."""
         raise NotImplementedError
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         """Return the files that will hold the content; see the module that writes it for errors."""
         raise NotImplementedError
 

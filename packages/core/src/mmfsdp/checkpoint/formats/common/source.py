@@ -26,7 +26,7 @@ __all__ = [
     "PART_FILE",
     "RANK_FILE",
     "TORCH_FILE",
-    "Content",
+    "CheckpointContent",
     "SourcePath",
     "all_parts",
     "is_legacy_torch",
@@ -104,7 +104,7 @@ class SourcePath:
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """The content of a checkpoint to be written."""
 
     tree: dict[Any, Any]

@@ -9,7 +9,7 @@ from typing import Any
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import Content, SourcePath
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent, SourcePath
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 from mmfsdp.checkpoint.manifest import MANIFEST_NAME, check_manifest
 
@@ -98,7 +98,7 @@ class DcpFormat(_DcpDirectory):
         layout = (None if source.look_up else read_by_rules(source)) or read_as_stored(source)
         return DcpFlatFormat().read(source) if holds_flat_parameters(layout) else layout
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.dcp.writer import plan_write
 
         return plan_write(content)

@@ -15,7 +15,7 @@ from typing import Any
 from mmfsdp.basics.boxes import Bounds, Boxes, EvenBoxes
 from mmfsdp.basics.dtypes import torch_name
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.formats.dcp.index import FILE, Item, Named, Rules, index_bytes
 from mmfsdp.checkpoint.formats.dcp.items import Location, Locations
 from mmfsdp.checkpoint.formats.dcp.metadata import INTEGER_KEYS, TensorInfo
@@ -82,7 +82,7 @@ def _whole(entry: TensorEntry) -> Bounds:
     return (0,) * len(entry.shape), entry.shape
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan the file of each rank that holds anything, and the metadata.
 
     Tensors are divided by rows, as ``fully_shard`` does; each row is written once, however many replicas there are.

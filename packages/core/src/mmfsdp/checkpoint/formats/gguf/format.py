@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.format import Made, ModelForm, TensorFormat
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class GgufFormat(TensorFormat):
 
         return _LlamaFileForm(like_folder(like, source, target, f"A {self.like}"))
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.gguf.gguf_files import plan_write
 
         return plan_write(content)

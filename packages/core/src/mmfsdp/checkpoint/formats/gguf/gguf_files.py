@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.eight_bit_blocks import EightBitBlocks
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.errors import CorruptCheckpointError, FormatError
 
@@ -84,7 +84,7 @@ def type_of(entry: TensorEntry) -> str:
     return "Q8_0" if isinstance(entry, EightBitBlocks) else _OF_DTYPE[entry.dtype]
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan the file; the tensors are of `TYPES`, and ``content.keys`` are the key-value pairs."""
     named = content.named
     lines, offsets, position = [], [], 0

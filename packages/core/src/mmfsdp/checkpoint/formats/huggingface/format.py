@@ -13,7 +13,7 @@ from mmfsdp.checkpoint.formats.common.source import (
     INDEX_SUFFIX,
     MODEL_FILES,
     TORCH_FILE,
-    Content,
+    CheckpointContent,
     SourcePath,
     all_parts,
 )
@@ -119,7 +119,7 @@ class HuggingFaceFormat(_ModelDirectory, TensorFormat):
 
         return read_folder(source)
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.huggingface.shard_indexes import plan_folder
 
         return plan_folder(content)
@@ -147,7 +147,7 @@ class SafetensorsIndexFormat(_ModelDirectory, TensorFormat):
 
         return read(source)
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.huggingface.shard_indexes import plan_write
 
         return plan_write(content)

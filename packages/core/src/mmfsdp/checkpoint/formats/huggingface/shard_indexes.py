@@ -16,7 +16,7 @@ from mmfsdp.checkpoint.formats.common.source import (
     INDEX_SUFFIX,
     MODEL_FILES,
     TORCH_FILE,
-    Content,
+    CheckpointContent,
     SourcePath,
     all_parts,
     is_legacy_torch,
@@ -191,7 +191,7 @@ def _copy_notes(copies: Mapping[tuple[Path, Path], list[str]]) -> Iterator[str]:
         yield note + ("" if file.name < read.name else f"; transformers would load the copy in {file.name}")
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan safetensors files of limited size and their index.
 
     Raises:
@@ -242,7 +242,7 @@ def read_folder(source: SourcePath) -> Layout:
     return replace(layout, path=path, format="huggingface" if known else layout.format)
 
 
-def plan_folder(content: Content) -> list[PlannedFile]:
+def plan_folder(content: CheckpointContent) -> list[PlannedFile]:
     """Plan one safetensors file, or, if it would be too large, several and their index.
 
     Raises:

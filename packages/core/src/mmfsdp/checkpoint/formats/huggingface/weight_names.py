@@ -63,7 +63,7 @@ def without_ties(
         by_recipe: Whether a recipe made the weights.
 
     Raises:
-        ConfigError: Names or shapes are not those of the model, or not of the sizes that its config states, or weights
+        ConfigError: Names or shapes do not fit the model, or not the sizes that its config states, or weights
             that its config ties differ.
     """
     ties = Ties.of(like, own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import RANK_FILE, Content, SourcePath
+from mmfsdp.checkpoint.formats.common.source import RANK_FILE, CheckpointContent, SourcePath
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = [
@@ -32,7 +32,7 @@ class RankLocalFormat(Format):
 
         return read(source)
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.per_rank.rank_local import plan_write
 
         return plan_write(content)

@@ -25,7 +25,7 @@ from mmfsdp.basics.boxes import Bounds, EvenBoxes, Ranks, sharded_box
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.chunks import Chunk, Unlocated
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content, SourcePath
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent, SourcePath
 from mmfsdp.checkpoint.formats.per_rank.dtensor_ranks import read_files as read_dtensors
 from mmfsdp.checkpoint.formats.per_rank.mmengine_local import RankFiles, read_stock_files
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor, PickledTensor, add_whole, read_tree
@@ -307,7 +307,7 @@ def _sharded(name: str, ranks: list[_RankFile]) -> TensorEntry | None:
     return TensorEntry(name, dtype, shape, tuple(chunks.values()))
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan the file of each rank.
 
     Tensors are divided by rows, as ``fully_shard`` does; those without a dimension are whole on every rank.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mmfsdp.checkpoint.formats.common.format import Format, TensorFormat
-from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, looks_like_safetensors
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent, SourcePath, looks_like_safetensors
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["SafetensorsFormat", "SafetensorsRanksFormat"]
@@ -26,7 +26,7 @@ class SafetensorsFormat(TensorFormat):
 
         return read(source)
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.safetensors.safetensors_files import plan_write
 
         return plan_write(content)

@@ -24,7 +24,7 @@ from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.damage import damaged
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import PART_FILE, Content, SourcePath, one_of_many, part_names
+from mmfsdp.checkpoint.formats.common.source import PART_FILE, CheckpointContent, SourcePath, one_of_many, part_names
 from mmfsdp.checkpoint.integrity import inside, parse_json
 from mmfsdp.checkpoint.layout import Layout, Piece, PlannedFile, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import integers
@@ -126,7 +126,7 @@ def read_entries(path: Path, begin: int = 0) -> tuple[dict[str, TensorEntry], di
     return tensors, metadata
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan one safetensors file; see `plan_file`."""
     return [plan_file("", content.named)]
 
@@ -135,7 +135,7 @@ def plan_file(name: str, tensors: Mapping[str, TensorEntry]) -> PlannedFile:
     """Plan one safetensors file.
 
     A file of this format cannot say that two names share memory, and safetensors' own ``save_file`` rejects tied
-    weights. Here each name gets a copy of its own, which every reader accepts. The format has no checksums; those of
+    weights. Here each name gets a copy of its own, which every reader accepts. The format has no checksums; the sums of
     the tensors are stored in ``__metadata__``, which other readers ignore (see ``CHECKSUMS``).
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmfsdp.checkpoint.formats.common.format import Format
-from mmfsdp.checkpoint.formats.common.source import Content, SourcePath, is_legacy_torch, is_zip
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent, SourcePath, is_legacy_torch, is_zip
 from mmfsdp.checkpoint.layout import Layout, PlannedFile
 
 __all__ = ["TorchLegacyFormat", "TorchZipFormat"]
@@ -27,7 +27,7 @@ class TorchZipFormat(Format):
 
         return read(source)
 
-    def plan_write(self, content: Content) -> list[PlannedFile]:
+    def plan_write(self, content: CheckpointContent) -> list[PlannedFile]:
         from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import plan_write
 
         return plan_write(content)

@@ -11,7 +11,7 @@ from typing import Any
 from mmfsdp.basics.dtypes import torch_name
 from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
-from mmfsdp.checkpoint.formats.common.source import Content
+from mmfsdp.checkpoint.formats.common.source import CheckpointContent
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import STORAGE_CLASSES
 from mmfsdp.checkpoint.formats.torch_files.zip_archive import CENTRAL, END, END64, IN_ZIP64, LOCAL, LOCATOR, UTF8
 from mmfsdp.checkpoint.layout import Piece, PlannedFile, TensorRef
@@ -29,7 +29,7 @@ _ALIGNMENT = 64  # bytes; torch aligns every record so, which mmap=True profits 
 _ROOT = "archive"
 
 
-def plan_write(content: Content) -> list[PlannedFile]:
+def plan_write(content: CheckpointContent) -> list[PlannedFile]:
     """Plan one ``.pth`` file; see `plan_archive`."""
     return [plan_file("", content.tree, content.tensors)]
 
