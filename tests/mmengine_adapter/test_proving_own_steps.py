@@ -134,7 +134,7 @@ def test_several_optimizers_and_evaluation(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(*EVALUATES).replace(*pack).replace("pipeline=[dict(type='Pack')]", ""))
     config = read_config(path)
     step = _step(("unused",), "2", str(path), config.model(), config)
-    proof = prove(partial(made_model, str(path)), **step, steps=1)
+    proof = prove(partial(made_model, str(path)), **step.proof_arguments(), steps=1)
     assert proof.proven, str(proof)
     assert proof.evaluated
     calls = {(item.key.name, item.key.call) for item in proof.resumed.compared if item.key.kind == "update"}

@@ -259,6 +259,8 @@ def test_bad_arguments() -> None:
         mmfsdp.prove(Tied, BATCH, resume_on=3)
     with pytest.raises(ConfigError, match="a loss or a whole step, not both"):
         mmfsdp.prove(Tied, BATCH, loss=critic_step, step=critic_step)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_norm is an empty list"):
+        mmfsdp.prove(Tied, BATCH, step=critic_step, max_norm=[])
 
 
 def launch(count: int, *words: str) -> list[tuple[int, str, str]]:
