@@ -72,6 +72,9 @@ def sibling(path: Path, token: str, kind: Kind) -> Path:
     return path.with_name(f".{_stem(path)}.{token}.{kind}")
 
 
+_CLAIM = re.compile(r"\..+\.mmfsdp-claim")
+
+
 def claim_of(path: Path) -> Path:
     """Return the path of the claim of a target."""
     return path.with_name(f".{_stem(path)}.mmfsdp-claim")
@@ -166,6 +169,10 @@ def remove_all_leftovers(directory: Path, own: Lease) -> None:
     pattern = re.compile(rf"\.(.+)\.[0-9a-f-]+\.(?:{'|'.join(Kind)})")
     for name in sorted({match[1] for name in os.listdir(directory) if (match := pattern.fullmatch(name))}):
         remove_leftovers(directory / name, own)
+    for name in os.listdir(directory):
+        # A process that died right after it had published a target leaves its claim alone.
+        if _CLAIM.fullmatch(name) and (claim := Lease.take(directory / name)) is not None:
+            claim.release()
 
 
 def _siblings(path: Path) -> Iterator[_Sibling]:
