@@ -126,13 +126,13 @@ def _compare(
 
 def _show_elements(found: Comparison, wholes: Sequence[tuple[Path, dict[Key, list[tuple[int, Entry]]]]]) -> None:
     """Add to each difference which elements differ, of tensors that both runs have kept whole."""
-    for place, difference in enumerate(found.differences):
+    for index, difference in enumerate(found.differences):
         if difference.distance is None or not all(difference.key in kept for _, kept in wholes):
             continue
         one, other = (read_whole(folder, kept[difference.key]) for folder, kept in wholes)
         if one is not None and other is not None and one.shape == other.shape:
             text = differing_elements(one, other, difference.limit)
-            found.differences[place] = replace(difference, why="; ".join(filter(None, (difference.why, text))))
+            found.differences[index] = replace(difference, why="; ".join(filter(None, (difference.why, text))))
 
 
 def _own(tensor: Assembled, other: Assembled, tolerances: Tolerances, found: Comparison, differ: _Differ) -> None:
@@ -217,13 +217,13 @@ def _add_changed(
             ranks = tuple(held) if len(held) < len(record) else ()
             on = f" on ranks {', '.join(map(str, ranks))} alone" if ranks else ""
             later = (at for at, item in enumerate(found.differences) if item.key.step >= key.step)
-            place = next(later, len(found.differences))
-            last = [item.key for item in found.compared if item.key.step < key.step] if place == 0 else []
+            index = next(later, len(found.differences))
+            last = [item.key for item in found.compared if item.key.step < key.step] if index == 0 else []
             a, b = (
                 tensor.figures.norm if (tensor := run.get(_left(key, run))) and tensor.figures else 0.0 for run in runs
             )
             difference = Difference(key, None, 0.0, a, b, f"{text}{on}", ranks, last[-1] if last else None)
-            found.differences.insert(place, difference)
+            found.differences.insert(index, difference)
 
 
 def _left(key: Key, run: Container[Key]) -> Key:

@@ -37,9 +37,9 @@ def comparison_page(found: Comparison) -> str:
 
 def _chart(items: list[Compared], step: int) -> str:
     points = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         share = item.distance / item.limit if item.limit else (math.inf if item.differs else 0.0)
-        x = _WIDTH * (place + 0.5) / len(items)
+        x = _WIDTH * (index + 0.5) / len(items)
         kind = ' class="bad"' if item.differs else ""
         shown = f"{item.key}: {item.distance:.2g} apart, {item.limit:.2g} allowed"
         points.append(f'<circle{kind} cx="{x:.1f}" cy="{_y(share):.1f}" r="3"><title>{text(shown)}</title></circle>')

@@ -92,13 +92,13 @@ class Launched:
 
         def act() -> dict[int, T]:
             found = {}
-            for place in range(self.rank, len(jobs), self.world):
+            for index in range(self.rank, len(jobs), self.world):
                 with self._group(dist.HashStore(), 0, 1):  # type: ignore[attr-defined]
-                    found[place] = function(0, *jobs[place])
+                    found[index] = function(0, *jobs[index])
             return found
 
-        results = {int(place): result for part in self._all(act) for place, result in part.items()}
-        return [results[place] for place in range(len(jobs))]
+        results = {int(index): result for part in self._all(act) for index, result in part.items()}
+        return [results[index] for index in range(len(jobs))]
 
     def together(self, function: Callable[..., T], count: int, *args: Any) -> list[T]:
         """Call ``function(rank, *args)`` on the first ``count`` processes, and return their results by rank."""

@@ -130,7 +130,7 @@ def _train(
 def _save(path: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     first, *others = optimizers
     states = {
-        str(place): optim_state_dict(module, other, "sharded", by_name=True) for place, other in enumerate(others)
+        str(index): optim_state_dict(module, other, "sharded", by_name=True) for index, other in enumerate(others)
     }
     save_checkpoint(Path(path), module, first, extra={"others": states})
 
@@ -138,5 +138,5 @@ def _save(path: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None
 def _load(path: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     first, *others = optimizers
     rest, _ = load_checkpoint(Path(path), module, first)
-    for place, other in enumerate(others):
-        load_optim_state_dict(module, other, rest["others"][str(place)])
+    for index, other in enumerate(others):
+        load_optim_state_dict(module, other, rest["others"][str(index)])

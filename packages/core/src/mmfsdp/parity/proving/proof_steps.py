@@ -76,10 +76,10 @@ class ProofSteps:
         """Compute the loss of each part in turn, and update."""
         compute = self.task.training.loss or default_loss
         last = (self.task.training.accumulate - 1, self.parts - 1)
-        for place, part in itertools.product(range(self.task.training.accumulate), range(self.parts)):
+        for index, part in itertools.product(range(self.task.training.accumulate), range(self.parts)):
             self.record.play(part)
-            batch = self._batch(step, place, part)
-            with contextlib.nullcontext() if (place, part) == last else self._held():
+            batch = self._batch(step, index, part)
+            with contextlib.nullcontext() if (index, part) == last else self._held():
                 loss = compute(self.module, batch) / self.task.training.accumulate
                 self.record.loss(loss)
                 self._scaler.scale(loss).backward()
@@ -109,35 +109,35 @@ class ProofSteps:
 
         def take(part: int) -> None:
             views = []
-            for place, optimizer in enumerate(self.optimizers):
+            for index, optimizer in enumerate(self.optimizers):
                 # The first part to compute anything zeroes the gradients, which the others add to.
                 zero_grad = optimizer.zero_grad if part == 0 else lambda: None
-                meet = partial(turns.meet, part, place, partial(self._update, place))
+                meet = partial(turns.meet, part, index, partial(self._update, index))
                 views.append(PartOptimizer(optimizer, meet, zero_grad))
             given = views if len(views) > 1 else views[0]
-            for place in range(self.task.training.accumulate):
+            for index in range(self.task.training.accumulate):
                 assert self.task.training.step is not None
-                self.task.training.step(self.module, self._batch(step, place, part), given)
+                self.task.training.step(self.module, self._batch(step, index, part), given)
 
         turns.run([partial(take, part) for part in range(self.parts)])
         if len(self.optimizers) > 1:
             self._end()
 
-    def _batch(self, step: int, place: int, part: int) -> Any:
+    def _batch(self, step: int, index: int, part: int) -> Any:
         """Return a part's micro-batch, and begin its random numbers, which do not depend on where it is computed."""
         part += dist.get_rank() * self.parts
-        batch = self.task.micro_batch(self.module, step, place, part)
-        torch.manual_seed(1 + (step * self.task.training.accumulate + place) * self.task.parts + part)
+        batch = self.task.micro_batch(self.module, step, index, part)
+        torch.manual_seed(1 + (step * self.task.training.accumulate + index) * self.task.parts + part)
         return batch
 
-    def _update(self, place: int) -> None:
+    def _update(self, index: int) -> None:
         """Average the gradients of an optimizer over all parts, clip them, and step it."""
         self.record.play(0)
-        optimizer, is_one = self.optimizers[place], len(self.optimizers) == 1
+        optimizer, is_one = self.optimizers[index], len(self.optimizers) == 1
         own = [param for group in optimizer.param_groups for param in group["params"]]
         self._average([*self.module.parameters()] if is_one else own)
         self.record.before_clipping(optimizer)
-        self.record.norm(self._clip(self.module if is_one else own, self.task.max_norm(place)))
+        self.record.norm(self._clip(self.module if is_one else own, self.task.max_norm(index)))
         optimizer.step()
         if is_one:
             self._end()

@@ -77,13 +77,13 @@ class Task:
         given = self.training.max_norms[index] if self.training.max_norms else self.training.max_norm
         return math.inf if given is None else given
 
-    def micro_batch(self, model: nn.Module, step: int, place: int, part: int) -> Any:
+    def micro_batch(self, model: nn.Module, step: int, index: int, part: int) -> Any:
         """Return a part of the batch that all ranks share, whatever their number."""
         given = self.training.batch
         if callable(given):
-            made = given((step * self.training.accumulate + place) * self.parts + part)
+            made = given((step * self.training.accumulate + index) * self.parts + part)
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), made)
-        generator = torch.Generator().manual_seed(1000 * step + place)
+        generator = torch.Generator().manual_seed(1000 * step + index)
         sizes = [
             module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]

@@ -66,14 +66,14 @@ class Turns:
         if self._failure is not None:
             raise self._failure
 
-    def meet(self, part: int, place: object, act: Callable[[], object]) -> None:
-        """Wait until all parts have come to this place; then the last one calls the function for all.
+    def meet(self, part: int, point: object, act: Callable[[], object]) -> None:
+        """Wait until all parts have reached this point; then the last one calls the function for all.
 
         Raises:
-            ShardStateError: A part has come to another place, or has ended.
+            ShardStateError: A part has reached another point, or has ended.
         """
-        self._met = place if part == 0 else self._met
-        if self._ended or self._met != place:
+        self._met = point if part == 0 else self._met
+        if self._ended or self._met != point:
             raise ShardStateError(
                 "A training step steps the optimizer more often with some samples than with others, or another one, "
                 "but ranks must do so together."

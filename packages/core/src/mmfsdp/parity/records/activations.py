@@ -74,7 +74,7 @@ def leaves_of(tree: Any) -> list[tuple[str, Any]]:
     if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], tuple) and tree[1] == {}:
         args = tree[0]
         if all(isinstance(arg, torch.Tensor) for arg in args):
-            return [(f"[0][{place}]", arg) for place, arg in enumerate(args)]
+            return [(f"[0][{index}]", arg) for index, arg in enumerate(args)]
     return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(_plain(tree))[0]]
 
 

@@ -51,7 +51,7 @@ class PartedRecording(Recording):
         self._own_buffers = [*unwrapped(model).buffers()] if parts > 1 else []
         self._values = [[buffer.clone() for buffer in self._own_buffers] for _ in range(parts)]
         super().__init__(folder, model, optimizer, depth=2, every=1, order="blocks", perturb=perturb, step=first_step)
-        rank, world = self._place()
+        rank, world = self._rank_and_world()
         others = (
             StepRecord(self._writers[part], Batch(rank + part, world, "blocks"), first_step) for part in range(1, parts)
         )
@@ -98,8 +98,8 @@ class PartedRecording(Recording):
             if record is not self._record:
                 record.writer.close()
 
-    def _place(self) -> tuple[int, int]:
-        rank, world = super()._place()
+    def _rank_and_world(self) -> tuple[int, int]:
+        rank, world = super()._rank_and_world()
         return rank * self._parts, world * self._parts
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:

@@ -108,7 +108,7 @@ class Recording:
         whole: Sequence[str] = (),
     ) -> None:
         self._model, self._every, self._whole = unwrapped(model), every, whole
-        rank, world = self._place()
+        rank, world = self._rank_and_world()
         self._optimizers = optimizers_of(optimizer)
         head = {"world": world, "torch": torch.__version__, "every": every, "depth": depth, "perturbed": perturb}
         names = ", ".join(type(each).__name__ for each in self._optimizers)
@@ -159,8 +159,8 @@ class Recording:
         self._running = False
         self._record.writer.close()
 
-    def _place(self) -> tuple[int, int]:
-        """Return this rank, and how many there are."""
+    def _rank_and_world(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks."""
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def _make_writer(self, folder: Path, rank: int, head: dict[str, Any]) -> Writer:

@@ -29,7 +29,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A tensor's place in the record of a step."""
+    """A tensor's entry in the record of a step."""
 
     kind: str
     name: str
@@ -78,7 +78,7 @@ class Slots:
         """Begin to count anew."""
         self._calls.clear()
 
-    def find(self, kind: str, name: str, call: int, local: torch.Tensor, place: Callable[[], Placed]) -> Slot:
+    def find(self, kind: str, name: str, call: int, local: torch.Tensor, locate: Callable[[], Placed]) -> Slot:
         """Return the slot of a tensor.
 
         Args:
@@ -86,12 +86,12 @@ class Slots:
             name: The name of its module or parameter.
             call: What `count` returned.
             local: This rank's part.
-            place: Returns where the part lies. Is called if the slot is new, or the part has another shape than before.
+            locate: Returns where the part lies; called if the slot is new or the part has another shape than before.
         """
         what = kind, name, call
         found = self._known.get(what)
         if found is None or not found.fits(local):
-            found = self._known[what] = _made(kind, name, call, local, place())
+            found = self._known[what] = _made(kind, name, call, local, locate())
         return found
 
 

@@ -69,10 +69,10 @@ def differing_elements(one: Whole, other: Whole, limit: float) -> str:
     """Say how many elements differ by more than a share of the largest one, and show the first of them."""
     most = max((abs(value) for value in one.values if math.isfinite(value)), default=0.0)
     pairs = enumerate(zip(one.values, other.values, strict=True))
-    wrong = [(place, a, b) for place, (a, b) in pairs if not (abs(a - b) <= limit * most or a == b)]
+    wrong = [(offset, a, b) for offset, (a, b) in pairs if not (abs(a - b) <= limit * most or a == b)]
     if not wrong:
         return ""
-    shown = ", ".join(f"{_index(place, one.shape)} is {b:.6g} and was {a:.6g}" for place, a, b in wrong[:_SHOWN])
+    shown = ", ".join(f"{_index(offset, one.shape)} is {b:.6g} and was {a:.6g}" for offset, a, b in wrong[:_SHOWN])
     return f"{len(wrong)} of {len(one.values)} elements differ: {shown}"
 
 
@@ -105,13 +105,13 @@ def _fill(values: array[Any], shape: Sequence[int], entry: Entry, held: array[An
 def _starts(shape: Sequence[int], entry: Entry) -> Iterator[int]:
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     ranges = [range(begin, begin + size) for begin, size in zip(entry.offsets[:-1], entry.sizes[:-1], strict=True)]
-    for place in product(*ranges):
-        yield sum(index * stride for index, stride in zip((*place, entry.offsets[-1]), strides, strict=True))
+    for outer in product(*ranges):
+        yield sum(index * stride for index, stride in zip((*outer, entry.offsets[-1]), strides, strict=True))
 
 
-def _index(place: int, shape: Sequence[int]) -> str:
+def _index(offset: int, shape: Sequence[int]) -> str:
     found = []
     for size in reversed(shape):
-        found.append(place % size)
-        place //= size
+        found.append(offset % size)
+        offset //= size
     return f"[{', '.join(map(str, reversed(found)))}]"

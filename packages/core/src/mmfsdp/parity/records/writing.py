@@ -30,7 +30,7 @@ _log = logging.getLogger("mmfsdp.parity")
 _ODD = 4  # where `Figures` has the number of elements that are not finite
 
 Part = tuple[Slot, torch.Tensor]
-"""A tensor's place in the record, and this rank's part of it."""
+"""A tensor's slot in the record, and this rank's part of it."""
 
 _EVERY = 97  # elements that a sample stands for
 _NEAR = {torch.float32: 1e-6, torch.float64: 1e-14}

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from mmfsdp.parity.sketching.chunks import WIDTH, Axis, Chunks
 
-__all__ = ["BLOCK", "BUCKETS", "PLACES", "Bags", "bags_of", "indices", "keep", "rows_of", "signs_of", "sums"]
+__all__ = ["BLOCK", "BUCKETS", "POSITIONS", "Bags", "bags_of", "indices", "keep", "rows_of", "signs_of", "sums"]
 
 BUCKETS = 32
 """Buckets in each of two sets."""
-PLACES = 16
+POSITIONS = 16
 """Parts of a tensor that have buckets of their own in the second set."""
 _SIGNS = 16
 """Random signs of each element of a bucket."""
@@ -108,16 +108,16 @@ def _parts(numbers: torch.Tensor, each: int) -> list[tuple[int, torch.Tensor]]:
 
 def _bags(start: int, numbers: torch.Tensor, whole: int, dtype: torch.dtype) -> Bags:
     count, device = len(numbers), numbers.device
-    mixed, places = _mixed(numbers, 2), torch.arange(count, device=device)
-    each = BUCKETS // PLACES
-    second = BUCKETS + numbers * PLACES // whole * each + (mixed >> 10) % each
+    mixed, elements = _mixed(numbers, 2), torch.arange(count, device=device)
+    each = BUCKETS // POSITIONS
+    second = BUCKETS + numbers * POSITIONS // whole * each + (mixed >> 10) % each
     buckets = torch.cat([mixed % BUCKETS, second])
-    keys = (places // BLOCK * (2 * BUCKETS)).repeat(2) + buckets
+    keys = (elements // BLOCK * (2 * BUCKETS)).repeat(2) + buckets
     order = torch.argsort(keys, stable=True)
     blocks = -(-count // BLOCK)
     first = torch.searchsorted(keys[order], torch.arange(blocks * 2 * BUCKETS, device=device))
     signs = torch.cat([_sign(mixed, 8), _sign(mixed, 9)]).to(dtype)
-    return Bags(start, start + count, places.repeat(2)[order].int(), first.int(), signs[order], blocks)
+    return Bags(start, start + count, elements.repeat(2)[order].int(), first.int(), signs[order], blocks)
 
 
 def _mixed(numbers: torch.Tensor, salt: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Chunks:
     pad: tuple[int, int]
     """Zeros before and after the elements, in each row of chunks."""
     filled: tuple[tuple[int, int], ...]
-    """The place and the whole size of each divided dimension, if the box must be filled up with zeros; else empty."""
+    """The offset and whole size of each divided dimension, if the box must be padded with zeros; else empty."""
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 
-from mmfsdp.parity.sketching.buckets import BUCKETS, PLACES, Bags, bags_of, keep, rows_of, signs_of, sums
+from mmfsdp.parity.sketching.buckets import BUCKETS, POSITIONS, Bags, bags_of, keep, rows_of, signs_of, sums
 from mmfsdp.parity.sketching.chunks import WIDTH, Chunks, chunks_of
 from mmfsdp.parity.sketching.geometries import Geometry
 from mmfsdp.parity.sketching.heads import Head, head_of, head_of_block, join_heads, vector_of
@@ -41,16 +41,16 @@ class LargeTensors:
 
     def __init__(self) -> None:
         self.squares: dict[int, float] = {}
-        """Sums of squares by place, of tensors on the CPU."""
+        """Sums of squares of tensors on the CPU, by index."""
         self._heads: dict[int, Head] = {}
-        self._waiting: dict[_Kind, list[tuple[int, torch.Tensor]]] = {}  # places, and the buckets of a block
-        self._tails: list[tuple[Sequence[int], torch.Tensor]] = []  # places, and what a block adds to their sketches
+        self._waiting: dict[_Kind, list[tuple[int, torch.Tensor]]] = {}  # indices, and the buckets of a block
+        self._tails: list[tuple[Sequence[int], torch.Tensor]] = []  # indices, and what a block adds to their sketches
 
-    def add(self, place: int, value: torch.Tensor, geometry: Geometry) -> None:
+    def add(self, index: int, value: torch.Tensor, geometry: Geometry) -> None:
         """Take one box, which may change afterwards.
 
         Args:
-            place: The row of its figures.
+            index: The row of its figures.
             value: Its elements, real numbers that need no gradient.
             geometry: Its geometry.
         """
@@ -63,36 +63,36 @@ class LargeTensors:
             for block, each in zip(blocks, bags, strict=True):  # the processor's cache holds a block
                 held = block if block.dtype == layout.dtype else block.to(layout.dtype)
                 heads.append(head_of_block(held.view(-1)))
-                self._wait(layout.kind, place, sums(held, each))
+                self._wait(layout.kind, index, sums(held, each))
             head = join_heads(heads, value, is_padded=layout.is_padded)
         else:
-            self._wait(layout.kind, place, sums(rows.to(layout.dtype), bags[0]))
+            self._wait(layout.kind, index, sums(rows.to(layout.dtype), bags[0]))
             head = head_of(value.to(layout.dtype))
         if isinstance(head, tuple):
-            self.squares[place] = head[1]
-        self._heads[place] = head
+            self.squares[index] = head[1]
+        self._heads[index] = head
 
     def take(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Return places and the rows of their figures, which are on the tensors' devices."""
+        """Return indices and the rows of their figures, which are on the tensors' devices."""
         for kind in self._waiting:
             self._finish(kind)
         made = []
         for device in {tail.device for _, tail in self._tails}:
-            places, tails = zip(*(item for item in self._tails if item[1].device == device), strict=True)
-            row = {place: number for number, place in enumerate(dict.fromkeys(chain(*places)))}
-            rows = torch.tensor([row[place] for place in chain(*places)], device=device)
+            indices, tails = zip(*(item for item in self._tails if item[1].device == device), strict=True)
+            row = {index: number for number, index in enumerate(dict.fromkeys(chain(*indices)))}
+            rows = torch.tensor([row[index] for index in chain(*indices)], device=device)
             parts = torch.cat(tails)
             tail = parts.new_zeros(len(row), parts.shape[1]).index_add_(0, rows, parts)
-            made.append(([*row], torch.cat([_vectors([self._heads[place] for place in row]), tail], 1)))
+            made.append(([*row], torch.cat([_vectors([self._heads[index] for index in row]), tail], 1)))
         return made
 
     def clear(self) -> None:
         """Forget all boxes."""
         self.squares, self._heads, self._waiting, self._tails = {}, {}, {}, []
 
-    def _wait(self, kind: _Kind, place: int, buckets: torch.Tensor) -> None:
+    def _wait(self, kind: _Kind, index: int, buckets: torch.Tensor) -> None:
         waiting = self._waiting.setdefault(kind, [])
-        waiting.append((place, buckets))
+        waiting.append((index, buckets))
         if len(waiting) == _TOGETHER:
             self._finish(kind)
 
@@ -100,7 +100,7 @@ class LargeTensors:
         """Multiply the buckets of some blocks by signs."""
         if not (held := self._waiting[kind]):
             return
-        places, found = zip(*held, strict=True)
+        indices, found = zip(*held, strict=True)
         held.clear()
         device, dtype, width = kind
         with torch.autocast(device.type, enabled=False):
@@ -109,7 +109,7 @@ class LargeTensors:
             parts = buckets.view(len(found), -1, _SUMMED).transpose(0, 1)
             signed = torch.bmm(parts, signs_of(device, dtype).view(len(parts), _SUMMED, -1))
             added = _weights(device) @ signed.view(len(parts) // _PARTS, _PARTS, -1).sum(1).to(torch.float64)
-        self._tails.append((places, added.view(3, len(found), -1).transpose(0, 1).flatten(1)))
+        self._tails.append((indices, added.view(3, len(found), -1).transpose(0, 1).flatten(1)))
 
 
 def _vectors(heads: Sequence[Head]) -> torch.Tensor:
@@ -135,8 +135,8 @@ def _layout(geometry: Geometry) -> _Layout:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return how parts of buckets add up: those of the first set, of the second, and of it times their places."""
+    """Return three weights of each part of a bucket: for the first set, the second, and the second times positions."""
     bucket = torch.arange(2 * BUCKETS * WIDTH // (_SUMMED * _PARTS), device=device) * (_SUMMED * _PARTS) // WIDTH
     first = (bucket < BUCKETS).to(torch.float64)
-    place = (bucket - BUCKETS) // (BUCKETS // PLACES)
-    return torch.stack([first, 1 - first, (1 - first) * (place + 0.5) / PLACES])
+    position = (bucket - BUCKETS) // (BUCKETS // POSITIONS)
+    return torch.stack([first, 1 - first, (1 - first) * (position + 0.5) / POSITIONS])

@@ -54,35 +54,35 @@ class Sketches:
         Returns:
             The row in what `take` will return.
         """
-        place = self.count
+        index = self.count
         self.count += 1
         value = real(local.detach() if local.requires_grad else local)
         if geometry.is_small:
-            self._small.add([place], [value], geometry)
+            self._small.add([index], [value], geometry)
         else:
-            self._large.add(place, value, geometry)
-        return place
+            self._large.add(index, value, geometry)
+        return index
 
     def add_all(self, parts: Iterable[tuple[torch.Tensor, Geometry]]) -> range:
         """Take a box of each of some tensors, as `add` does, in less time if many are small.
 
         Large ones are read at once, and small ones when there are no more; they must not change until then.
         """
-        first = place = self.count
+        first = index = self.count
         groups: dict[Geometry, tuple[list[int], list[torch.Tensor]]] = {}
         for local, geometry in parts:
             value = real(local.detach() if local.requires_grad else local)
             if geometry.is_small:
-                places, values = groups.setdefault(geometry, ([], []))
-                places.append(place)
+                group, values = groups.setdefault(geometry, ([], []))
+                group.append(index)
                 values.append(value)
             else:
-                self._large.add(place, value, geometry)
-            place += 1
-        for geometry, (places, values) in groups.items():
-            self._small.add(places, values, geometry)
-        self.count = place
-        return range(first, place)
+                self._large.add(index, value, geometry)
+            index += 1
+        for geometry, (group, values) in groups.items():
+            self._small.add(group, values, geometry)
+        self.count = index
+        return range(first, index)
 
     def add_scaled(self, row: int, factor: float) -> int:
         """Take the tensor of a row times a number, and return the row of that."""
@@ -104,11 +104,11 @@ class Sketches:
         made = [*self._small.take(), *self._large.take()]
         found = torch.zeros(self.count, FIRST + BITS + PLACED, dtype=torch.float64)
         for device in {rows.device for _, rows in made}:
-            here = [(places, rows) for places, rows in made if rows.device == device]
-            found[[place for places, _ in here for place in places]] = torch.cat([rows for _, rows in here]).cpu()
+            here = [(boxes, rows) for boxes, rows in made if rows.device == device]
+            found[[index for boxes, _ in here for index in boxes]] = torch.cat([rows for _, rows in here]).cpu()
         if self._scaled:
-            places, rows, factors = zip(*self._scaled, strict=True)
-            found[[*places]] = _scaled(found[[*rows]], torch.tensor(factors, dtype=torch.float64)[:, None])
+            boxes, rows, factors = zip(*self._scaled, strict=True)
+            found[[*boxes]] = _scaled(found[[*rows]], torch.tensor(factors, dtype=torch.float64)[:, None])
         self.clear()
         return found
 
@@ -134,21 +134,21 @@ class _SmallTensors:
     def __init__(self) -> None:
         self._held: dict[Geometry, tuple[list[int], list[torch.Tensor]]] = {}
 
-    def add(self, places: list[int], values: list[torch.Tensor], geometry: Geometry) -> None:
+    def add(self, rows: list[int], values: list[torch.Tensor], geometry: Geometry) -> None:
         """Take the same box of some tensors, which may change afterwards.
 
         Args:
-            places: The rows of their figures.
+            rows: The rows of their figures.
             values: Their elements, real numbers that need no gradient.
             geometry: Their geometry.
         """
         known, held = self._held.setdefault(geometry, ([], []))
-        known.extend(places)
+        known.extend(rows)
         held.append(torch.stack(values).reshape(len(values), -1))
 
     def take(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Return places and the rows of their figures, which are on the tensors' devices."""
-        return [(places, _figures(torch.cat(held), geometry)) for geometry, (places, held) in self._held.items()]
+        """Return rows and their figures, which are on the tensors' devices."""
+        return [(rows, _figures(torch.cat(held), geometry)) for geometry, (rows, held) in self._held.items()]
 
     def clear(self) -> None:
         """Forget all boxes."""
@@ -171,13 +171,13 @@ def _figures(given: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def _signs(geometry: Geometry) -> torch.Tensor:
-    """Return the signs of each element of a box, in two sets; and those of the second times the elements' places."""
+    """Return two sets of signs for the elements of a box, and the second set times their positions."""
 
     def make() -> tuple[torch.Tensor, int]:
         device, axes = geometry.device, zip(geometry.offsets, geometry.sizes, geometry.shape, strict=True)
         numbers = indices(tuple(axes), device)
         first, second = signs_of(device, torch.float64).view(2, SMALL, -1)[:, numbers]
-        places = (numbers[:, None] + 0.5) / max(math.prod(geometry.shape), 1)
-        return (made := torch.cat([first, second, second * places], 1)), made.nbytes
+        positions = (numbers[:, None] + 0.5) / max(math.prod(geometry.shape), 1)
+        return (made := torch.cat([first, second, second * positions], 1)), made.nbytes
 
     return keep(geometry, make)
