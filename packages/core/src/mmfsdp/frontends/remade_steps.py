@@ -58,8 +58,8 @@ class RemadeStep:
         generator = torch.Generator().manual_seed(number)
 
         def shuffle(tensor: torch.Tensor) -> torch.Tensor:
-            places = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-            return tensor.flatten()[places].view(tensor.shape)
+            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            return tensor.flatten()[order].view(tensor.shape)
 
         return tree_map_only(torch.Tensor, shuffle, self.step.batch)
 

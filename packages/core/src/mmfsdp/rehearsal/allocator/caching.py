@@ -56,8 +56,8 @@ class _Free:
         del self.blocks[block.address]
 
     def smallest(self, size: int) -> Block | None:
-        place = bisect_left(self.keys, (size, 0))
-        return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
+        index = bisect_left(self.keys, (size, 0))
+        return self.blocks[self.keys[index][1]] if index < len(self.keys) else None
 
 
 class DeviceFullError(MemoryError):

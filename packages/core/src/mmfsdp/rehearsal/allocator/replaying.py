@@ -15,7 +15,7 @@ __all__ = ["Replayed", "replayed"]
 _IN_FLIGHT = 2  # buckets of a broadcast
 
 _Event = tuple[int, bool, int]
-"""A moment, whether something is allocated rather than released, and its place."""
+"""A moment, whether something is allocated rather than released, and its index."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ def replayed(
         return [item for item in found if item.begin or not units or item.kind != "parameter"]
 
     items = own(allocations)
-    held = [place for place, item in enumerate(items) if not item.begin]
-    made = {place for place in held if state_from is not None and items[place].kind == "optimizer state"}
-    events = [(item.begin, True, place) for place, item in enumerate(items) if item.begin]
+    held = [index for index, item in enumerate(items) if not item.begin]
+    made = {index for index in held if state_from is not None and items[index].kind == "optimizer state"}
+    events = [(item.begin, True, index) for index, item in enumerate(items) if item.begin]
     events += [
-        (item.end, False, place) for place, item in enumerate(own(late) if late else items) if item.end is not None
+        (item.end, False, index) for index, item in enumerate(own(late) if late else items) if item.end is not None
     ]
     replay = _Replay(items, expandable, limit)
     for unit in units:
         replay.wrap(unit)
-    for place in held:
-        if place not in made:
-            replay.allocate(place)
+    for index in held:
+        if index not in made:
+            replay.allocate(index)
     for nbytes in workspaces:
         replay.allocator.allocate(nbytes)
-    replay.run([*events, *((state_from or 0, True, place) for place in made)])
+    replay.run([*events, *((state_from or 0, True, index) for index in made)])
     for _ in range(steps - 1):
         replay.run(events)
     most = max(replay.most, replay.allocator.allocated)
@@ -97,9 +97,9 @@ class _Replay:
         self.most, self.counted = 0, (0, 0)
         self._items, self._live, self._now = items, dict[int, Block](), 0
 
-    def allocate(self, place: int) -> None:
-        item = self._items[place]
-        self._live[place] = self.allocator.allocate(item.nbytes, item.stream)
+    def allocate(self, index: int) -> None:
+        item = self._items[index]
+        self._live[index] = self.allocator.allocate(item.nbytes, item.stream)
         self.most = max(self.most, self.allocator.allocated)
 
     def wrap(self, unit: Wrapped) -> None:
@@ -122,26 +122,26 @@ class _Replay:
     def run(self, events: Sequence[_Event]) -> None:
         """Run a step. The next one replaces what it leaves, and finds what it found."""
         retries, returned = self.allocator.retries, self.allocator.returned
-        for self._now, begins, place in sorted(events):
+        for self._now, begins, index in sorted(events):
             if begins:
-                self.allocate(place)
+                self.allocate(index)
             else:
-                self._release(place)
-        for place in [*self._live]:
-            if self._items[place].begin:
-                self._release(place)
-        for place, item in enumerate(self._items):
-            if not item.begin and place not in self._live:
-                self.allocate(place)
+                self._release(index)
+        for index in [*self._live]:
+            if self._items[index].begin:
+                self._release(index)
+        for index, item in enumerate(self._items):
+            if not item.begin and index not in self._live:
+                self.allocate(index)
         self.counted = self.allocator.retries - retries, self.allocator.returned - returned
 
-    def _release(self, place: int) -> None:
-        if place in self._live:
-            self.allocator.release(self._live.pop(place))
+    def _release(self, index: int) -> None:
+        if index in self._live:
+            self.allocator.release(self._live.pop(index))
 
     def _finish(self) -> None:
         """Release what waits for the device."""
-        for place in [*self._live]:
-            item = self._items[place]
+        for index in [*self._live]:
+            item = self._items[index]
             if item.begin and item.end is not None and item.end <= self._now:
-                self._release(place)
+                self._release(index)

@@ -19,10 +19,10 @@ torch/distributed/fsdp/_limiter_utils.py)."""
 def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str, int]]) -> tuple[Allocation, ...]:
     """Return the allocations with those that other streams use held for as long as they wait for the GPU, with FSDP1.
 
-    Parameters are gathered on a stream of their own and used on that of training, gradients are made there, joined on
-    the one that gathers, and reduced on a third. The caching allocator hands such memory out again only when the GPU
-    has come as far as the CPU was when it freed it. The CPU runs ahead until FSDP1 makes it wait: before it gathers a
-    unit, until the GPU has passed the oldest place in a queue at which a unit was freed, if there are two or more.
+    FSDP1 gathers parameters on one stream and uses them on that of training. It makes gradients there, joins them on
+    the first one, and reduces them on a third. The caching allocator hands such memory out again only when the GPU has
+    come as far as the CPU was when it freed it. The CPU runs ahead until FSDP1 makes it wait: before it gathers a unit,
+    until the GPU has passed the oldest queued point at which a unit was freed, if there are two or more.
     FSDP2 frees nothing across streams.
 
     Args:
@@ -36,8 +36,8 @@ def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str,
     def moved(item: Allocation) -> Allocation:
         if not item.waits or item.end is None:
             return item
-        place = bisect_left(passed, (item.end, 0))
-        return replace(item, end=passed[place][1] if place < len(passed) else max(item.end, last))
+        index = bisect_left(passed, (item.end, 0))
+        return replace(item, end=passed[index][1] if index < len(passed) else max(item.end, last))
 
     return tuple(map(moved, items)) if passed else items
 
@@ -48,8 +48,8 @@ def _passed(items: Sequence[Allocation], phases: Sequence[tuple[str, int]]) -> l
     gathered = [item for item in units if item.stream == "gathers"] or units  # nothing is sent on a single rank
     asks = sorted(item.begin for item in gathered if item.begin)
     # The whole model asks for its own parameters, which it still has, when its backward begins.
-    places = (bisect_left(asks, moment) for name, moment in phases if name == "backward")
-    asks += [asks[place] for place in places if place < len(asks)]
+    indices = (bisect_left(asks, moment) for name, moment in phases if name == "backward")
+    asks += [asks[index] for index in indices if index < len(asks)]
     frees = [item.end for item in gathered if item.end is not None]
     events = sorted([*((moment, True) for moment in asks), *((moment, False) for moment in frees)])
     queue: deque[int] = deque()
@@ -59,7 +59,7 @@ def _passed(items: Sequence[Allocation], phases: Sequence[tuple[str, int]]) -> l
             if not is_asked:
                 queue.append(moment if step else -1)
             elif len(queue) >= _AHEAD:
-                place = queue.popleft()
+                freed = queue.popleft()
                 if step:
-                    found.append((place, moment))
+                    found.append((freed, moment))
     return sorted(item for item in found if item[0] >= 0)

@@ -35,13 +35,13 @@ __all__ = [
     "CANNOT_BE_FAKED",
     "allocated_by_size",
     "assumed_arrays",
-    "backward_place",
+    "backward_number",
     "below_autograd",
     "cloned_by_deepcopy",
     "compiler_of",
     "fake_like",
     "fake_tensors",
-    "forward_place",
+    "forward_number",
     "group_of",
     "has_constant",
     "is_accumulating",
@@ -336,13 +336,13 @@ def is_accumulating() -> bool:
     return is_backward() and not torch.is_grad_enabled()
 
 
-def forward_place() -> int:
+def forward_number() -> int:
     """Return the number that autograd will give the next operator of a forward; it grows."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
-def backward_place() -> int | None:
+def backward_number() -> int | None:
     """Return the number of the operator whose backward runs; None if it is not that of an operator."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()

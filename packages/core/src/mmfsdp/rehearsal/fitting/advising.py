@@ -16,7 +16,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import plain_settings
 from mmfsdp.rehearsal.fitting.changes import Change, changes_of
-from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_place
+from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_point
 from mmfsdp.rehearsal.fitting.probing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.shortening import short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse_once, rehearse_step
@@ -166,7 +166,7 @@ class _Peaks:
             found = {stack.fqn: (stack.first, depths[stack.fqn]) for stack in self._stacks}
             step = rehearse_once(short, training, self._planned(short, settings))
             steps.append((weight, step))
-            parts.append((weight, highest_by_place(step, found)))
+            parts.append((weight, highest_by_point(step, found)))
         return _Changed(combined(parts).nbytes, steps)
 
     def _planned(self, model: nn.Module, settings: Mapping[str, Any]) -> Target:

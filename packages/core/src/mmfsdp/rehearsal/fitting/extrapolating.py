@@ -1,8 +1,8 @@
 """Computes the memory of a step of a deep model from rehearsals of copies with fewer layers. Pure and torch-free.
 
-What is held while the second layer runs, the last one, or the loss, grows by as much with every further layer. So the
-highest amount of each such place is followed separately: the place at which the whole model peaks need not be that at
-which its short copies do.
+Each further layer adds the same amount to what is held while the second layer runs, the last one, or the loss. So the
+highest amount at each such point is followed separately: the whole model need not peak at the point at which its short
+copies peak.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from mmfsdp.rehearsal.allocator.accounting import ordered
 from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["ACTIVATIONS", "Highest", "combined", "highest_by_place"]
+__all__ = ["ACTIVATIONS", "Highest", "combined", "highest_by_point"]
 
 ACTIVATIONS = frozenset(("activation", "recomputed", "activation gradient", "input", "buffer"))
 """Kinds that do not depend on how parameters are sharded."""
 
 _ENDS = 2  # layers at either end of a stack that are told apart
 
-Place = tuple[int, str, str, str, str]
+Point = tuple[int, str, str, str, str]
 """The number of the phase and its name, the layer that ran last, the module and the kind of what is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """The most bytes that are held at a place of the step."""
+    """The most bytes that are held at a point of the step."""
 
     phase: str
     module: str
@@ -44,10 +44,10 @@ class Highest:
         return sum(size for kind, size in self.by_kind.items() if kind in ACTIVATIONS)
 
 
-def highest_by_place(
+def highest_by_point(
     rehearsal: Rehearsal, depths: Mapping[str, tuple[int, int]], kinds: Iterable[str] | None = None
-) -> dict[Place, Highest]:
-    """Return the most that is held at each place of a step.
+) -> dict[Point, Highest]:
+    """Return the most that is held at each point of a step.
 
     Args:
         rehearsal: The step.
@@ -64,7 +64,7 @@ def highest_by_place(
     events.sort(key=lambda event: event[:2])  # what is released at a moment comes first
     names = _Names(depths)
     held, phase, layer = 0, -1, ""
-    tops: dict[Place, tuple[int, int]] = {}  # the most, and the number of the event that leads to it
+    tops: dict[Point, tuple[int, int]] = {}  # the most, and the number of the event that leads to it
     for number, (moment, change, kind, module) in enumerate(events):
         held += change
         if change < 0:
@@ -85,21 +85,21 @@ def highest_by_place(
     return highest
 
 
-def combined(parts: Sequence[tuple[float, Mapping[Place, Highest]]]) -> Highest:
-    """Return the peak of the whole model: the largest weighted sum over the places that all parts have.
+def combined(parts: Sequence[tuple[float, Mapping[Point, Highest]]]) -> Highest:
+    """Return the peak of the whole model: the largest weighted sum over the points that all parts have.
 
     Args:
-        parts: The weight and the places of each short model. The modules' names are those of the last one.
+        parts: The weight and the points of each short model. The modules' names are those of the last one.
     """
-    shared = set.intersection(*(set(places) for _, places in parts))
+    shared = set.intersection(*(set(points) for _, points in parts))
     best = Highest("", "", {})
     most = 0.0
     for key in shared:
-        total = sum(weight * places[key].nbytes for weight, places in parts)
+        total = sum(weight * points[key].nbytes for weight, points in parts)
         if total > most:
             sums: Counter[str] = Counter()
-            for weight, places in parts:
-                for kind, size in places[key].by_kind.items():
+            for weight, points in parts:
+                for kind, size in points[key].by_kind.items():
                     sums[kind] += weight * size  # type: ignore[assignment]
             whole = ordered(Counter({kind: round(size) for kind, size in sums.items()}))
             most, best = total, Highest(key[1], parts[-1][1][key].module, whole)
@@ -107,7 +107,7 @@ def combined(parts: Sequence[tuple[float, Mapping[Place, Highest]]]) -> Highest:
 
 
 class _Names:
-    """Names of modules with the places of layers counted from either end of their stack."""
+    """Names of modules, with layers counted from either end of their stack."""
 
     def __init__(self, depths: Mapping[str, tuple[int, int]]) -> None:
         self._depths = depths
@@ -124,15 +124,15 @@ class _Names:
             prefix = f"{fqn}." if fqn else ""
             number, _, rest = module.removeprefix(prefix).partition(".")
             if module.startswith(prefix) and number.isdigit():
-                place = int(number) - first
-                if 0 <= place < depth:
-                    return f"{prefix}*.{rest}", f"{fqn} {_end(place, depth)}"
-                if place >= depth:
-                    return f"{prefix}{place - depth}.{rest} after", ""
+                index = int(number) - first
+                if 0 <= index < depth:
+                    return f"{prefix}*.{rest}", f"{fqn} {_end(index, depth)}"
+                if index >= depth:
+                    return f"{prefix}{index - depth}.{rest} after", ""
         return module, ""
 
 
-def _end(place: int, depth: int) -> str:
-    if place < _ENDS:
-        return str(place)
-    return str(place - depth) if depth - place <= _ENDS else "inner"
+def _end(index: int, depth: int) -> str:
+    if index < _ENDS:
+        return str(index)
+    return str(index - depth) if depth - index <= _ENDS else "inner"

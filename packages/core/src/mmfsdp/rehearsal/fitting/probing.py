@@ -19,7 +19,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.computing import Computing, computing_of, summed
-from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_place
+from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_point
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.recording.known_results import Recipes
 from mmfsdp.rehearsal.rehearsing import rehearse_once, rehearse_step
@@ -156,12 +156,12 @@ class Prober:
     def _from(
         self, parts: Sequence[tuple[float, Rehearsal, Mapping[str, tuple[int, int]]]], choice: Choice
     ) -> Estimate:
-        peak = combined([(weight, highest_by_place(step, depths)) for weight, step, depths in parts])
-        places = [(weight, highest_by_place(step, depths, ACTIVATIONS)) for weight, step, depths in parts]
-        activations = combined(places)
+        peak = combined([(weight, highest_by_point(step, depths)) for weight, step, depths in parts])
+        points = [(weight, highest_by_point(step, depths, ACTIVATIONS)) for weight, step, depths in parts]
+        activations = combined(points)
         last = min(choice.accumulate, _REHEARSED) - 1  # each micro-batch has two phases
         in_forward = combined(
-            [(weight, {key: value for key, value in found.items() if key[0] == 2 * last}) for weight, found in places]
+            [(weight, {key: value for key, value in found.items() if key[0] == 2 * last}) for weight, found in points]
         )
         times = [
             (weight, time_of(step.operators, step.collectives, self.device, bounds=False)) for weight, step, _ in parts

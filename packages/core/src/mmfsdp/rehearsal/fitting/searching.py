@@ -119,15 +119,15 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
     known = Known(prober.device)
     misses: list[Choice] = []
     folded = 0
-    heap = [(sending, place, False) for place, (_, sending) in enumerate(left)]
+    heap = [(sending, index, False) for index, (_, sending) in enumerate(left)]
     heapq.heapify(heap)
     while heap and len(result.fits) < count and folded < _FOLDED * count:
-        bound, place, is_rehearsed = heapq.heappop(heap)
-        choice, sending = left[place]
+        bound, index, is_rehearsed = heapq.heappop(heap)
+        choice, sending = left[index]
         if is_rehearsed:
             estimate = prober.estimate(choice)
             if estimate.nbytes <= memory:
-                near = next((place for place, found in enumerate(result.fits) if found.is_as_good(estimate)), None)
+                near = next((index for index, found in enumerate(result.fits) if found.is_as_good(estimate)), None)
                 if near is not None:
                     found = result.fits[near]
                     result.fits[near] = replace(found, as_good=(*found.as_good, choice))
@@ -146,7 +146,7 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
                     estimate = prober.estimate(choice)
                     known.learn(choice, plan, estimate)
                     better = estimate.seconds * (1 - _ALIKE)
-                heapq.heappush(heap, (better, place, is_next))
+                heapq.heappush(heap, (better, index, is_next))
                 continue
         misses.append(choice)
     if result.fits:
@@ -235,11 +235,11 @@ def _whole(prober: Prober, choice: Choice) -> Found:
 
 def _smallest(prober: Prober, left: Sequence[_Sent], known: Known) -> Found:
     """Return the choice that needs least memory."""
-    heap = [(known.memory(choice, prober.plan(choice)), place, False) for place, (choice, _) in enumerate(left)]
+    heap = [(known.memory(choice, prober.plan(choice)), index, False) for index, (choice, _) in enumerate(left)]
     heapq.heapify(heap)
     while True:
-        bound, place, is_rehearsed = heapq.heappop(heap)
-        choice = left[place][0]
+        bound, index, is_rehearsed = heapq.heappop(heap)
+        choice = left[index][0]
         if is_rehearsed:
             return _whole(prober, choice)
         least = max(known.memory(choice, prober.plan(choice)), _most_sharded(prober, choice))
@@ -248,4 +248,4 @@ def _smallest(prober: Prober, left: Sequence[_Sent], known: Known) -> Found:
             estimate = prober.estimate(choice)
             known.learn(choice, prober.plan(choice), estimate)
             least = estimate.nbytes
-        heapq.heappush(heap, (least, place, is_next))
+        heapq.heappush(heap, (least, index, is_next))

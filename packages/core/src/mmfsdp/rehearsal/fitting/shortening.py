@@ -23,7 +23,7 @@ class Stack:
     fqn: str
     """Name of the list."""
     first: int
-    """Place of the first of the equal layers."""
+    """Index of the first of the equal layers."""
     depth: int
     """How many they are."""
 
@@ -41,8 +41,8 @@ def stacks_of(model: nn.Module) -> tuple[Stack, ...]:
         run = _longest_run(module) if isinstance(module, nn.ModuleList | nn.Sequential) else range(0)
         if len(run) >= _WORTHWHILE:
             found.append(Stack(fqn, run.start, len(run)))
-        for place, (name, child) in enumerate(module.named_children()):
-            if len(run) < _WORTHWHILE or place not in run:
+        for index, (name, child) in enumerate(module.named_children()):
+            if len(run) < _WORTHWHILE or index not in run:
                 visit(f"{fqn}.{name}" if fqn else name, child)
 
     visit("", model)
@@ -76,14 +76,14 @@ def _shortened(model: nn.Module, stacks: Sequence[Stack], depths: Mapping[str, i
 
 
 def _longest_run(layers: nn.Module) -> range:
-    """Return the places of the most children in a row that have equal classes and shapes."""
+    """Return the indices of the longest run of children that have equal classes and shapes."""
     kinds = [_kind(child) for child in layers.children()]
     best, start = range(0), 0
-    for place in range(1, len(kinds) + 1):
-        if place == len(kinds) or kinds[place] != kinds[start]:
-            if place - start > len(best):
-                best = range(start, place)
-            start = place
+    for index in range(1, len(kinds) + 1):
+        if index == len(kinds) or kinds[index] != kinds[start]:
+            if index - start > len(best):
+                best = range(start, index)
+            start = index
     return best
 
 

@@ -150,12 +150,12 @@ class ForecastWatch:
         self._steps += 1
         if self._steps == 0:
             self._retries = retries_so_far()
-        place = self._steps % self._every
-        if self._steps > 0 and place == self._every - 1:
+        index = self._steps % self._every
+        if self._steps > 0 and index == self._every - 1:
             self._times = UnitTimes(self._state.mesh.device_type, self._clock)
             subscribe(self._times, self._state.groups)
             self._times.begin()
-        if place or self._times is None:
+        if index or self._times is None:
             return []
         times, self._times = self._times, None
         times.end()
@@ -238,8 +238,8 @@ def _slow(
             expected[unit, "compute"] = expected.get((unit, "compute"), 0.0) + span.end - span.begin
     for exposed, waited in predicted.exposed.items():
         expected[exposed or "", "gather"] = waited
-    lost = {place: taken - expected.get(place, 0.0) for place, taken in spent.items()}
-    unit, kind = max(lost, key=lambda place: lost[place])
+    lost = {part: taken - expected.get(part, 0.0) for part, taken in spent.items()}
+    unit, kind = max(lost, key=lambda part: lost[part])
     doing = {"compute": "computing of", "gather": "gathering of", "reduce": "reducing of"}[kind]
     where = unit or "all that is outside of units"
     yield (
@@ -263,12 +263,12 @@ def _apart(
     fastest, slowest = lowest[0], -lowest[1]
     least = lowest[2 : 2 + len(units)]
     # The slowest rank, and of its units the one that loses most, in one message: others send what nobody is below.
-    lost = max(range(len(units)), key=lambda place: own[place] - least[place])
+    lost = max(range(len(units)), key=lambda index: own[index] - least[index])
     [packed] = scope.channel.lowest([scope.rank * len(units) + lost if total == slowest else _NOBODY])
-    rank, place = divmod(packed, len(units))
+    rank, index = divmod(packed, len(units))
     if slowest <= (1 + tolerance) * fastest or (slowest - fastest) * _MICRO < _SHORTEST:
         return
-    unit = units[place]
+    unit = units[index]
     yield (
         f"rank {rank}",
         f"Rank {rank} of {scope.size} computes {human_seconds(slowest * _MICRO)} in a step, the fastest "

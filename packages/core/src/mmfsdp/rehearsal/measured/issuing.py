@@ -60,18 +60,18 @@ class _Watch(Subscriber):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
-        self._clock, self._since, self._place = clock, clock(), ("", "")
+        self._clock, self._since, self._doing = clock, clock(), ("", "")
 
     def begin(self, phase: str, role: str = "compute") -> None:
         """Note what the step does from now on."""
         now = self._clock()
-        self.seconds[self._place] += now - self._since
-        self._since, self._place = now, (phase, role)
+        self.seconds[self._doing] += now - self._since
+        self._since, self._doing = now, (phase, role)
 
     @contextmanager
     def communicating(self, group: Group, role: Role) -> Iterator[None]:
         """Note that the step gathers or reduces a unit."""
-        before = self._place
+        before = self._doing
         self.begin(before[0], role)
         try:
             yield
@@ -102,8 +102,8 @@ def issue_seconds(device: Device, clock: Callable[[], float]) -> dict[str, float
     ):
         left[_key(work.phase, work.role)] -= work.seconds
         count[_key(work.phase, work.role)] += weight_of(item)
-    for place, seconds in _step_seconds(model, batch, plan, clock).items():
-        left[_key(*place)] += seconds
+    for key, seconds in _step_seconds(model, batch, plan, clock).items():
+        left[_key(*key)] += seconds
     return {name: max(left[name], 0.0) / weight for name, weight in count.items() if weight}
 
 
@@ -125,4 +125,4 @@ def _step_seconds(
         watch.begin("", "")
         steps.append(watch.seconds)
         watch.seconds = defaultdict(float)
-    return {place: statistics.median(step[place] for step in steps[_WARM:]) for place in steps[-1]}
+    return {key: statistics.median(step[key] for step in steps[_WARM:]) for key in steps[-1]}

@@ -52,7 +52,7 @@ def explain_out_of_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        phase, module = _place_of(error.__traceback__, state.module)
+        phase, module = _position_of(error.__traceback__, state.module)
         module = module or follower.unit_in(phase)
         known = rehearsal if isinstance(rehearsal, Rehearsal) else rehearsal()
         if known is not None:
@@ -90,7 +90,7 @@ class _Follower(Subscriber):
         return self._follow(group, role)
 
 
-def _place_of(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
+def _position_of(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
     """Return the phase and the innermost module of a traceback."""
     names = {id(module): clean_fqn(name) for name, module in model.named_modules()}
     phase, module = "forward", ""
@@ -155,10 +155,10 @@ def _highest_in(rehearsal: Rehearsal, phase: str, module: str) -> int | None:
         for item in rehearsal.allocations
         if not module or item.module == module or item.module.startswith(f"{module}.")
     }
-    best, most, held, place, current = None, -1, 0, 0, "before"
+    best, most, held, index, current = None, -1, 0, 0, "before"
     for moment, change, _ in changes(rehearsal.allocations):
-        while place < len(rehearsal.phases) and rehearsal.phases[place][1] <= moment:
-            current, place = rehearsal.phases[place][0], place + 1
+        while index < len(rehearsal.phases) and rehearsal.phases[index][1] <= moment:
+            current, index = rehearsal.phases[index][0], index + 1
         held += change
         if held > most and current == phase and (change > 0 and moment in own):
             best, most = moment, held

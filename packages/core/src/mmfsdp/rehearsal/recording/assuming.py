@@ -60,12 +60,12 @@ def answer(func: Any, args: Any, kwargs: Any, share: float) -> Any:
         return func(args[0], [*_positions(args[1], share)], *args[2:], **kwargs)
     if name in ("_unique2", "_unique", "unique_consecutive"):
         values = args[0].reshape(-1).clone()
-        places = args[0].new_zeros(args[0].shape, dtype=torch.int64)
-        return (values, places, places.reshape(-1).clone())[: len(func._schema.returns)]
+        indices = args[0].new_zeros(args[0].shape, dtype=torch.int64)
+        return (values, indices, indices.reshape(-1).clone())[: len(func._schema.returns)]
     if name == "unique_dim":
         size = args[0].shape[args[1]]
-        places = args[0].new_zeros(size, dtype=torch.int64)
-        return args[0].clone(), places, places.clone()
+        indices = args[0].new_zeros(size, dtype=torch.int64)
+        return args[0].clone(), indices, indices.clone()
     if name == "repeat_interleave":
         return args[0].new_zeros(kwargs.get("output_size") or args[0].numel(), dtype=torch.int64)
     if name == "bincount":

@@ -140,8 +140,8 @@ def _recipe_of(mode: Any, result: Any, tensors: Sequence[torch.Tensor]) -> Recip
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     owners: dict[int, list[int]] = {}
-    for place, storage in enumerate(storages):
-        owners.setdefault(id(storage), []).append(place)
+    for index, storage in enumerate(storages):
+        owners.setdefault(id(storage), []).append(index)
     if not isinstance(result, list | tuple):
         return _recipe_of_one(mode, result, tensors, owners)
     made = [part.untyped_storage() for part in result if isinstance(part, torch.Tensor)]
@@ -155,22 +155,22 @@ def _recipe_of(mode: Any, result: Any, tensors: Sequence[torch.Tensor]) -> Recip
 def _recipe_of_one(
     mode: Any, result: Any, tensors: Sequence[torch.Tensor], owners: Mapping[int, Sequence[int]]
 ) -> Recipe:
-    """Return what makes one result; ``owners`` are the places of the tensors that share a storage, by its id."""
+    """Return what makes one result; ``owners`` are the indices of the tensors that share a storage, by its id."""
     if result is None or type(result) is int:
         return lambda mode, given: result
     layout = layout_of(result, mode) if isinstance(result, torch.Tensor) else None
-    places = () if layout is None else owners.get(id(result.untyped_storage()), ())
-    if layout is None or len(places) > 1:  # which one it comes from is not known
+    indices = () if layout is None else owners.get(id(result.untyped_storage()), ())
+    if layout is None or len(indices) > 1:  # which one it comes from is not known
         raise _UnsureError
-    if places and result is tensors[places[0]]:
-        return lambda mode, given: given[places[0]]
+    if indices and result is tensors[indices[0]]:
+        return lambda mode, given: given[indices[0]]
     _, _, dtype, offset, wants_gradient, _, nbytes = layout
     if wants_gradient:
         raise _UnsureError
-    if not places and not offset and _reach(layout) == nbytes:
+    if not indices and not offset and _reach(layout) == nbytes:
         return lambda mode, given: fake_like(layout, mode)
-    if places and dtype == tensors[places[0]].dtype and _reach(layout) <= nbytes:
-        return lambda mode, given: fake_like(layout, mode, given[places[0]])
+    if indices and dtype == tensors[indices[0]].dtype and _reach(layout) <= nbytes:
+        return lambda mode, given: fake_like(layout, mode, given[indices[0]])
     raise _UnsureError
 
 

@@ -143,8 +143,8 @@ class Costs:
         if func not in self._causal:
             names = [argument.name for argument in func._schema.arguments]
             self._causal[func] = names.index("is_causal") if "is_causal" in names else None
-        place = self._causal[func]
-        return bool(kwargs.get("is_causal", place is not None and len(args) > place and args[place]))
+        index = self._causal[func]
+        return bool(kwargs.get("is_causal", index is not None and len(args) > index and args[index]))
 
     def _is_view(self, func: Any) -> bool:
         known = self._views.get(func)

@@ -14,7 +14,7 @@ from mmfsdp.rehearsal.recording.kernels.losses import CTC, kept_loss_bytes, run_
 from mmfsdp.rehearsal.recording.kernels.onednn_recurrent import LSTM_LAYER, add_workspace
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipe
 from mmfsdp.rehearsal.recording.operator_costs import GROUPED_PRODUCT
-from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.phases import StepPosition
 from mmfsdp.rehearsal.recording.recurrent import RECURRENT, run_recurrent
 
 __all__ = ["Values"]
@@ -33,7 +33,7 @@ _PRODUCTS = {
     **dict.fromkeys(("aten::index_put", "aten::index_put_"), (0, 2)),
     **dict.fromkeys(("aten::index_copy", "aten::index_copy_", "aten::index_add", "aten::index_add_"), (0, 3)),
 }
-"""Places of the arguments whose dtypes must be equal."""
+"""Indices of the arguments whose dtypes must be equal."""
 _NORMS = {"aten::native_layer_norm": (0, 2), "aten::native_group_norm": (0, 1)}
 """The same, if the input is float32: some kernels take parameters of a wider dtype."""
 
@@ -46,16 +46,16 @@ class Values:
     It may ask whether values are finite, and finds that they are. Large tensors are given up.
 
     Args:
-        places: Where the step is.
+        position: Where the step is.
         results: What runs operators on shapes.
         assume: The share of elements that masks of unknown values select; None to raise where they are needed.
         keeps: Whether constants keep their values. FSDP1 makes its buffers in forward, and they must have none.
     """
 
     def __init__(
-        self, places: Places, results: KnownResults, assume: float | None = None, *, keeps: bool = True
+        self, position: StepPosition, results: KnownResults, assume: float | None = None, *, keeps: bool = True
     ) -> None:
-        self._places, self._assume, self._keeps = places, assume, keeps
+        self._position, self._assume, self._keeps = position, assume, keeps
         self._results = results
         # Storages of real tensors into which values were written that a rehearsal does not have.
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -69,7 +69,7 @@ class Values:
         lifts = name in _LIFTS
         if lifts or not inputs:
             # Before torch 2.12 DTensor makes tensors of its own while averages look at shards.
-            is_own = self._places.phase == _AVERAGES and not lifts
+            is_own = self._position.phase == _AVERAGES and not lifts
             if not self._keeps or is_own or not self._is_users() or _is_random(name):
                 result, recipe = self._results.run(func, args, kwargs)
                 return result, False, recipe
@@ -92,7 +92,7 @@ class Values:
             return func(*args, **kwargs), True, None
 
     def _is_users(self) -> bool:
-        return self._places.kind in _USERS or self._places.phase == _AVERAGES
+        return self._position.kind in _USERS or self._position.phase == _AVERAGES
 
     def _run_on_shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Recipe | None]:
         if name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
@@ -125,7 +125,7 @@ class Values:
         """Return the result of an operator that cannot run without values; ``NotImplemented`` if it has none."""
         if self._assume is not None:
             return answer(func, args, kwargs, self._assume)
-        if self._places.phase in _WITHOUT_MODEL and name == _ITEM:
+        if self._position.phase in _WITHOUT_MODEL and name == _ITEM:
             return scalar(args[0].dtype)  # a norm or a rate, on which no shape depends
         return NotImplemented
 
@@ -136,10 +136,10 @@ class Values:
         """Note that real tensors into which the operator wrote have unknown values now."""
         if not func._schema.is_mutable:
             return
-        for place, declared in enumerate(func._schema.arguments):
+        for index, declared in enumerate(func._schema.arguments):
             if declared.alias_info is None or not declared.alias_info.is_write:
                 continue
-            given = args[place] if place < len(args) else kwargs.get(declared.name)
+            given = args[index] if index < len(args) else kwargs.get(declared.name)
             for value in tensors_in((given,)):
                 if not is_fake(value):
                     storage = local_of(value).untyped_storage()
@@ -176,10 +176,10 @@ def _check_dtypes(name: str, args: Any) -> None:
     Raises:
         RuntimeError: The dtypes differ.
     """
-    places = _PRODUCTS.get(name) or (_NORMS.get(name) if name in _NORMS and args[0].dtype == torch.float32 else None)
-    if places is None:
+    indices = _PRODUCTS.get(name) or (_NORMS.get(name) if name in _NORMS and args[0].dtype == torch.float32 else None)
+    if indices is None:
         return
-    dtypes = {value.dtype for place in places if isinstance(value := args[place], torch.Tensor)}
+    dtypes = {value.dtype for index in indices if isinstance(value := args[index], torch.Tensor)}
     if len(dtypes) > 1:
         given = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RuntimeError(f"{name.removeprefix('aten::')}() takes tensors of one dtype, got {given}")

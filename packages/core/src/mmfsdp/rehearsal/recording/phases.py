@@ -14,17 +14,17 @@ import torch.nn as nn
 
 from mmfsdp.basics.text import clean_fqn
 from mmfsdp.planning.compiled import around_compiled, is_compiled
-from mmfsdp.rehearsal.fakes.fake import backward_place, forward_place
+from mmfsdp.rehearsal.fakes.fake import backward_number, forward_number
 from mmfsdp.runtime.fsdp1.flat_params import around_gathering
 from mmfsdp.runtime.gradients.backward import is_backward
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.torch_fsdp2.observing import Role, Subscriber, Turn, subscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, unit_of
 
-__all__ = ["Places"]
+__all__ = ["StepPosition"]
 
 
-class Places:
+class StepPosition:
     """Where the step is. A sharded model reports to it while it is watched.
 
     Attributes:
@@ -52,9 +52,9 @@ class Places:
         if is_backward():
             if self._modules:  # it is recomputed
                 return self._modules[-1]
-            number = backward_place()
-            place = 0 if number is None else bisect_right(self._numbers, number)
-            return self._owners[place - 1] if place else ""
+            number = backward_number()
+            index = 0 if number is None else bisect_right(self._numbers, number)
+            return self._owners[index - 1] if index else ""
         return self._modules[-1] if self._modules else ""
 
     @property
@@ -112,7 +112,7 @@ class Places:
             yield
 
     def _mark(self) -> None:
-        self._numbers.append(forward_place())
+        self._numbers.append(forward_number())
         self._owners.append(self._modules[-1] if self._modules else "")
 
     @contextmanager
@@ -153,16 +153,16 @@ def _between(
 
 
 class _Follower(Subscriber):
-    """Tells places which unit communicates."""
+    """Tells the step's position which unit communicates."""
 
     turn = Turn.MEASURING
 
-    def __init__(self, places: Places, reduced: Callable[[Group], None]) -> None:
-        self._places = places
+    def __init__(self, position: StepPosition, reduced: Callable[[Group], None]) -> None:
+        self._position = position
         self._reduced = reduced
 
     def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
-        return self._places.communicating(unit_of(group), role == "gather")  # named when the model first runs
+        return self._position.communicating(unit_of(group), role == "gather")  # named when the model first runs
 
     def before_reduce(self, group: Group) -> None:
         self._reduced(group)

@@ -27,7 +27,7 @@ from mmfsdp.rehearsal.recording.kernels.foreach import as_shards, on_shards
 from mmfsdp.rehearsal.recording.known_results import DEVICE
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
-from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.phases import StepPosition
 from mmfsdp.rehearsal.recording.step_records import (
     FUSED,
     REORDERED,
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         mode: The context of `fake_tensors` that the step runs in.
-        places: Where the step is.
+        position: Where the step is.
         values: Runs the operators.
         scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
         costs: What operators compute, read and write.
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         mode: Any,
-        places: Places,
+        position: StepPosition,
         values: Values,
         scratch: Callable[[str, Any, Any], int],
         costs: Costs,
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.scratch, self.costs = mode, scratch, costs
-        self.places, self.values, self.offloads = places, values, offloads
+        self.position, self.values, self.offloads = position, values, offloads
         self._whole, self._is_fsdp1 = whole or {}, is_fsdp1
         self.ended: list[Allocation] = []
         self.on_cpu: list[Allocation] = []
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step."""
-        self.places.phase = phase
+        self.position.phase = phase
         self.phases.append((phase, self.moment + 1))
 
     def adopt(self, tensors: Iterable[torch.Tensor], kind: str, module: str = "") -> None:
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
             known = self._live.get(id(local_of(tensor).untyped_storage()))
             if known is not None and known.offloaded is None and isinstance(tensor, DTensor):
                 if self._whole and known.kind == "gradient":
-                    self._copy(self.places.unit, TO_CPU, known.nbytes)
+                    self._copy(self.position.unit, TO_CPU, known.nbytes)
                 known.offloaded = self.moment + 1
 
     def note_new(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if id(storage) not in self._live and is_fake(tensor):
-                self._add(storage, self.places.kind, self.places.module)
+                self._add(storage, self.position.kind, self.position.module)
 
     def note_kernel(self, nbytes: int, outputs: list[torch.Tensor]) -> None:
         """Note an operator that a compiler made of several.
@@ -212,17 +212,17 @@ class Recorder(TorchDispatchMode):
         known = self._live.get(id(storage))
         if known is None:
             if storage.nbytes():
-                self._add(storage, self.places.kind, self.places.module)
+                self._add(storage, self.position.kind, self.position.module)
         elif known.nbytes != storage.nbytes():
             self._end(known, id(storage))
-            unit = self.places.unit
-            if storage.nbytes() and unit is not None and unit in self._whole and self.places.gathers:
+            unit = self.position.unit
+            if storage.nbytes() and unit is not None and unit in self._whole and self.position.gathers:
                 share = storage.nbytes() / self._whole[unit]
                 self._copy(unit, TO_DEVICE, round((self.offloads or {})[unit] * share))
             self.moment += 1
             known.nbytes, known.begin = storage.nbytes(), self.moment
             # Only FSDP resizes, and before torch 2.15 outside of what gathers.
-            known.kind, known.module = "gathered", self.places.module
+            known.kind, known.module = "gathered", self.position.module
             if self._is_fsdp1:  # the shard is cast first, on a stream of its own; see `_put` for what is gathered
                 known.stream, known.waits = "casts", True
 
@@ -266,13 +266,13 @@ class Recorder(TorchDispatchMode):
         for value in made:
             storage = value.untyped_storage()
             if id(storage) not in self._live:
-                self._add(storage, self.places.kind, self.places.module)
+                self._add(storage, self.position.kind, self.position.module)
         if self._is_fsdp1 and func is torch.ops.aten.cat.default and outputs[0].dim() == 1 and is_backward():
             self._join_gradients(inputs, outputs[0])
         self._added = (id(args[0].untyped_storage()), self.moment) if adds else None
         if count := self.scratch(func._schema.name, args, result):
             begin, self.moment = self.moment + 1, self.moment + 2
-            self.ended.append(Allocation(count, self.places.kind, self.places.module, begin, self.moment))
+            self.ended.append(Allocation(count, self.position.kind, self.position.module, begin, self.moment))
             if self.costs.reorders(func):
                 self._note_operator(REORDERED, 0, 2 * count, self.costs.dtype_of(inputs), ())
         return result
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
             if tensor.dim() and not is_fake(tensor) and not isinstance(tensor, DTensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._live:
-                    self._add(storage, self.places.kind, self.places.module)
+                    self._add(storage, self.position.kind, self.position.module)
                     self._live[id(storage)].is_constant = True
 
     def _add(self, storage: torch.UntypedStorage, kind: str, module: str) -> None:
@@ -329,13 +329,13 @@ class Recorder(TorchDispatchMode):
         return name, flops, nbytes, dtype, shapes
 
     def _note_operator(self, name: str, flops: int, nbytes: int, dtype: str, shapes: Any) -> None:
-        places = self.places
-        module, role = places.module, places.role
-        unit = places.unit if role != "compute" else self.costs.unit_of(module, places.phase)
-        if self.offloads is not None and places.phase not in ("forward", "backward"):
+        position = self.position
+        module, role = position.module, position.role
+        unit = position.unit if role != "compute" else self.costs.unit_of(module, position.phase)
+        if self.offloads is not None and position.phase not in ("forward", "backward"):
             role = "host"
-        again = places.kind == "recomputed"
-        made = Operator(name, flops, nbytes, module, unit, places.phase, self.moment, dtype, role, shapes, again)
+        again = position.kind == "recomputed"
+        made = Operator(name, flops, nbytes, module, unit, position.phase, self.moment, dtype, role, shapes, again)
         self.operators.append(made)
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -349,12 +349,12 @@ class Recorder(TorchDispatchMode):
         functional = func.namespace != "c10d"
         nbytes = max(sizes) * (len(ranks) if functional and name == "all_gather" else 1)
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
-        unit, phase = self.places.unit, self.places.phase
+        unit, phase = self.position.unit, self.position.phase
         if name == "all_gather":
             self._copy(unit, TO_DEVICE, (self.offloads or {}).get(unit or "", 0))
         self.collectives.append(Collective(name, nbytes, len(ranks), stride, unit, phase, self.moment))
         dtype = self.costs.dtype_of(tensors[0] + tensors[1])
-        module, role = self.places.module, self.places.role
+        module, role = self.position.module, self.position.role
         self.operators.append(Operator(name, 0, 0, module, unit, phase, self.moment, dtype, role))
         if name == "all_gather" and not functional:
             self.adopt(tensors[0], "gathered")
@@ -400,7 +400,7 @@ class Recorder(TorchDispatchMode):
         if name == TO_DEVICE:  # the copy is gone when it is in the buffer
             begin, self.moment = self.moment + 1, self.moment + 2
             self.ended.append(Allocation(count, "gathered", unit, begin, self.moment, "gathers"))
-        phase, role = self.places.phase, self.places.role
+        phase, role = self.position.phase, self.position.role
         self.operators.append(Operator(name, 0, count, unit, unit, phase, self.moment, "uint8", role))
 
 

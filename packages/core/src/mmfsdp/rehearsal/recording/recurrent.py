@@ -153,7 +153,7 @@ def recurrent_scratch(name: str, args: Any) -> int:
 def recurrent_flops(name: str, args: Any) -> int:
     """Return the floating-point operations of a network's products; backward has twice as many."""
     inputs, weights, stride = args[:3]
-    elements = sum(weight.numel() for place, weight in enumerate(weights) if place % stride < 2)
+    elements = sum(weight.numel() for index, weight in enumerate(weights) if index % stride < 2)
     return int(2 * prod(inputs.shape[:2]) * elements * (2 if name == _BACKWARD else 1))
 
 

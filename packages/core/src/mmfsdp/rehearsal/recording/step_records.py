@@ -44,7 +44,7 @@ COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
 """Operators that copy a unit's shards from CPU memory, and its gradients to it, with ``cpu_offload``."""
 
 COPY_IN = "fsdp::all_gather_copy_in"
-"""Copies the rank's shards into their place in a buffer of the whole unit, which is its last tensor."""
+"""Copies the rank's shards to their offset in a buffer of the whole unit, which is its last tensor."""
 
 FUSED = "inductor::fused"
 """Several operators that a compiler makes one kernel of."""

@@ -18,9 +18,9 @@ def size_lines(top: int) -> str:
     while top / step > _LINES:
         step *= 2
     lines = []
-    for place in range(1, int(top / step) + 1):
-        label = human_bytes(place * step).replace(".00", "")
-        lines.append(f'<i class="level" style="bottom:{100 * place * step / top:.2f}%"><span>{label}</span></i>')
+    for index in range(1, int(top / step) + 1):
+        label = human_bytes(index * step).replace(".00", "")
+        lines.append(f'<i class="level" style="bottom:{100 * index * step / top:.2f}%"><span>{label}</span></i>')
     return "".join(lines)
 
 
@@ -33,8 +33,8 @@ def phase_marks(phases: Sequence[tuple[str, float]], end: float) -> str:
     """
     marks = []
     ends = [begin for _, begin in phases[1:]] + [end]
-    for place, ((name, begin), until) in enumerate(zip(phases, ends, strict=True)):
-        odd = " odd" if place % 2 else ""
+    for index, ((name, begin), until) in enumerate(zip(phases, ends, strict=True)):
+        odd = " odd" if index % 2 else ""
         marks.append(
             f'<i class="phase{odd}" style="left:{100 * begin / end:.3f}%;width:{100 * (until - begin) / end:.3f}%" '
             f'title="{text(name)}"><span>{text(name)}</span></i>'

@@ -36,14 +36,14 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
         many: Times by number of ranks, for each rehearsal.
         names: The names of the rehearsals.
     """
-    shown = [(place, times, name) for place, (times, name) in enumerate(zip(many, names, strict=True)) if times]
+    shown = [(index, times, name) for index, (times, name) in enumerate(zip(many, names, strict=True)) if times]
     if not shown:
         return "<p>A step on one rank sends nothing. Rehearse it on two ranks or more to see how it scales.</p>"
     top = 1.05 * max(time.high for _, times, _ in shown for time in times.values())
-    drawn = "".join(_curve(times, top, place) for place, times, _ in shown)
-    dots = "".join(_dots(times, name if many[1:] else "", top, place) for place, times, name in shown)
+    drawn = "".join(_curve(times, top, index) for index, times, _ in shown)
+    dots = "".join(_dots(times, name if many[1:] else "", top, index) for index, times, name in shown)
     labels = "".join(f'<span style="left:{_across(count) / 10:.2f}%">{count:,}</span>' for count in _RANKS[::_LABELLED])
-    keys = "".join(f'<li><i class="line c{place % len(_LOOKS)}"></i>{text(name)}</li>' for place, _, name in shown)
+    keys = "".join(f'<li><i class="line c{index % len(_LOOKS)}"></i>{text(name)}</li>' for index, _, name in shown)
     legend = f'<ul class="legend">{keys}</ul>' if many[1:] else ""
     first = min(min(times) for _, times, _ in shown)
     last = max(max(times) for _, times, _ in shown)
@@ -59,11 +59,11 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
 
 
 def _across(count: int) -> float:
-    """Return the place of a number of ranks on the horizontal axis, of 1000."""
+    """Return the position of a number of ranks on the horizontal axis, from 0 to 1000."""
     return 20 + 960 * (count.bit_length() - 1) / (len(_RANKS) - 1)
 
 
-def _curve(times: Times, top: float, place: int) -> str:
+def _curve(times: Times, top: float, index: int) -> str:
     def line(points: Sequence[tuple[int, float]]) -> str:
         return " ".join(f"{_across(count):.1f},{1000 - 1000 * seconds / top:.1f}" for count, seconds in points)
 
@@ -71,19 +71,19 @@ def _curve(times: Times, top: float, place: int) -> str:
     low = [(count, time.low) for count, time in reversed([*times.items()])]
     usual = [(count, time.seconds) for count, time in times.items()]
     return (
-        f'<polygon class="c{place % len(_LOOKS)}" points="{line([*high, *low])}"/>'
-        f'<polyline class="c{place % len(_LOOKS)}" points="{line(usual)}"/>'
+        f'<polygon class="c{index % len(_LOOKS)}" points="{line([*high, *low])}"/>'
+        f'<polyline class="c{index % len(_LOOKS)}" points="{line(usual)}"/>'
     )
 
 
-def _dots(times: Times, name: str, top: float, place: int) -> str:
+def _dots(times: Times, name: str, top: float, index: int) -> str:
     made = []
     for count, time in times.items():
         head = f"{name}, {count:,} ranks" if name else f"{count:,} ranks"
         span = f"{human_seconds(time.low)} to {human_seconds(time.high)}"
         said = f"{head}: {human_seconds(time.seconds)} ({span}), bound by {time.bound}"
         made.append(
-            f'<i class="dot c{place % len(_LOOKS)}" role="img" tabindex="-1" title="{text(said)}" '
+            f'<i class="dot c{index % len(_LOOKS)}" role="img" tabindex="-1" title="{text(said)}" '
             f'style="left:{_across(count) / 10:.2f}%;bottom:{100 * time.seconds / top:.2f}%"></i>'
         )
     return "".join(made)
@@ -94,9 +94,9 @@ def _levels(top: float) -> str:
     while top / step > _LINES:
         step *= 2 if f"{step:e}"[0] != "2" else 2.5  # 1, 2, 5, 10
     return "".join(
-        f'<i class="level" style="bottom:{100 * place * step / top:.2f}%">'
-        f"<span>{human_seconds(place * step)}</span></i>"
-        for place in range(1, int(top / step) + 1)
+        f'<i class="level" style="bottom:{100 * index * step / top:.2f}%">'
+        f"<span>{human_seconds(index * step)}</span></i>"
+        for index in range(1, int(top / step) + 1)
     )
 
 
@@ -119,10 +119,10 @@ def _table(times: Times, name: str) -> str:
 
 def _looks() -> str:
     rules = []
-    for place, (colour, dashes, corners) in enumerate(_LOOKS):
+    for index, (colour, dashes, corners) in enumerate(_LOOKS):
         rules.append(
-            f".curves polygon.c{place}{{fill:{colour}}}.curves polyline.c{place}{{stroke:{colour};"
-            f"stroke-dasharray:{dashes}}}.dot.c{place},.line.c{place}{{background-color:{colour};"
+            f".curves polygon.c{index}{{fill:{colour}}}.curves polyline.c{index}{{stroke:{colour};"
+            f"stroke-dasharray:{dashes}}}.dot.c{index},.line.c{index}{{background-color:{colour};"
             f"border-radius:{corners}}}"
         )
     return "\n".join(rules)

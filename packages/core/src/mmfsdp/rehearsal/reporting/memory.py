@@ -37,12 +37,12 @@ def top_of(steps: Sequence[Rehearsal]) -> int:
     return int(1.06 * max(1, peak, min(reserved, int(_ROOM * peak))))
 
 
-def memory_chart(step: Rehearsal, place: str, top: int) -> str:
+def memory_chart(step: Rehearsal, chart: str, top: int) -> str:
     """Return bytes by kind over the step as stacked areas, with a slider that reads them.
 
     Args:
         step: The rehearsal.
-        place: An id that nothing else on the page has.
+        chart: An id that nothing else on the page has.
         top: The bytes at the top of the chart.
     """
     series = step.timeline(_POINTS)
@@ -66,14 +66,14 @@ def memory_chart(step: Rehearsal, place: str, top: int) -> str:
             f'title="{text(_band_text(low, high, top))}"></i>'
         )
     return (
-        f'<figure class="memory" data-series="{place}-data"><div class="plot">{phase_marks(step.phases, step.last + 1)}'
+        f'<figure class="memory" data-series="{chart}-data"><div class="plot">{phase_marks(step.phases, step.last + 1)}'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{text(said)}">'
         f"{_areas(series, kinds, step.last + 1, top)}</svg>{size_lines(top)}{band}"
         f'<i class="peak" style="left:{100 * step.peak.moment / (step.last + 1):.2f}%;'
         f'bottom:{100 * step.peak.nbytes / top:.2f}%"></i><i class="cursor" hidden></i></div>'
         f'<label class="slide">Moment of the step<input type="range" min="0" max="{len(series) - 1}" '
         f'value="{_highest(series)}"></label><output class="reading"></output>'
-        f"<figcaption>{_caption(low, high, top)}</figcaption></figure>{json_data(f'{place}-data', data)}"
+        f"<figcaption>{_caption(low, high, top)}</figcaption></figure>{json_data(f'{chart}-data', data)}"
     )
 
 

@@ -46,7 +46,7 @@ def report(
     """
     if not steps:
         raise ConfigError("report() needs a rehearsal. Write report(mmfsdp.rehearse(...)).")
-    shown = [_letter(place) for place in range(len(steps))] if names is None else [*names]
+    shown = [_letter(index) for index in range(len(steps))] if names is None else [*names]
     if len(shown) != len(steps):
         raise ConfigError(f"names has {len(shown)} names for {len(steps)} rehearsals. Give one for each, or none.")
     trees = [module_tree(step) for step in steps]
@@ -62,48 +62,48 @@ def report(
     longest = max(time.seconds for time in times)
 
     def each(draw: Callable[[int], str]) -> str:
-        columns = [(f"<h3>{text(shown[place])}</h3>" if steps[1:] else "") + draw(place) for place in range(len(steps))]
+        columns = [(f"<h3>{text(shown[index])}</h3>" if steps[1:] else "") + draw(index) for index in range(len(steps))]
         return f'<div class="pair">{"".join(f"<div>{column}</div>" for column in columns)}</div>'
 
     parts = [
         _header(steps, shown),
-        each(lambda place: _cards(steps[place], times[place])),
+        each(lambda index: _cards(steps[index], times[index])),
         section("differences", "What differs", compared(steps, times, shown)) if steps[1:] else "",
         section(
             "memory",
             "Memory over the step",
             looks.legend(memory.kinds_of(steps)),
             each(
-                lambda place: (
-                    memory.explained(steps[place])
-                    + memory.memory_chart(steps[place], f"memory{place}", top)
-                    + memory.held_table(steps[place])
+                lambda index: (
+                    memory.explained(steps[index])
+                    + memory.memory_chart(steps[index], f"memory{index}", top)
+                    + memory.held_table(steps[index])
                 )
             ),
         ),
         section(
             "bytes",
             "Whose bytes the peak is",
-            each(lambda place: treemap.treemap(trees[place], steps[place].peak.nbytes / peak)),
+            each(lambda index: treemap.treemap(trees[index], steps[index].peak.nbytes / peak)),
         ),
-        section("modules", "Modules", each(lambda place: outline.outline(steps[place], trees[place]))),
+        section("modules", "Modules", each(lambda index: outline.outline(steps[index], trees[index]))),
         section(
             "time",
             "What runs when",
             each(
-                lambda place: (
-                    lanes.time_sentence(times[place])
-                    + lanes.stream_lanes(times[place], longest)
-                    + lanes.spent_tables(times[place])
+                lambda index: (
+                    lanes.time_sentence(times[index])
+                    + lanes.stream_lanes(times[index], longest)
+                    + lanes.spent_tables(times[index])
                 )
             ),
         ),
         section("scaling", "How it scales", curves.scaling_chart(scaled, shown)),
-        section("sent", "What is sent", each(lambda place: _sent(steps[place]))),
-        section("savings", "What lowers the peak most", each(lambda place: _savings(steps[place])))
+        section("sent", "What is sent", each(lambda index: _sent(steps[index]))),
+        section("savings", "What lowers the peak most", each(lambda index: _savings(steps[index])))
         if any(step.savings for step in steps)
         else "",
-        section("notes", "Notes of the plan", each(lambda place: _notes(steps[place]))),
+        section("notes", "Notes of the plan", each(lambda index: _notes(steps[index]))),
         "<footer>Rehearsed on fake tensors, not measured. What is taken of a GPU includes what the caching allocator "
         "keeps, the CUDA context and buffers of NCCL, but not workspaces of convolutions. Units are binary.</footer>",
     ]
@@ -115,8 +115,8 @@ def report(
     )
 
 
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else str(place + 1)
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
 def _model(step: Rehearsal) -> str:

@@ -14,7 +14,7 @@ __all__ = ["STYLE", "squarified", "treemap"]
 
 _LEVELS = 4  # of modules within modules
 _SMALLEST = 0.002  # of the whole; smaller ones are joined
-_LONE = 0.9  # of a module; one of its own that holds more takes its place
+_LONE = 0.9  # of a module; a module inside it that holds more replaces it
 _FRAMED = 0.04  # of the whole; smaller groups get no title
 
 _SIDES = ("left", "top", "width", "height")
@@ -28,7 +28,7 @@ class _Item:
     """A rectangle: a kind of memory of a module, or a group of them."""
 
     label: str
-    """The module's name, as short as its place in the treemap allows."""
+    """The module's name, shortened to fit its box in the treemap."""
     where: str
     nbytes: int
     kind: str = ""
@@ -106,18 +106,18 @@ def _boxes(items: Sequence[_Item], total: int, width: float, height: float) -> I
     boxes = squarified([item.nbytes for item in items], width, height)
     for item, (left, top, wide, high) in zip(items, boxes, strict=True):
         parts = zip(_SIDES, (left / width, top / height, wide / width, high / height), strict=True)
-        place = ";".join(f"{side}:{100 * part:.2f}%" for side, part in parts)
+        style = ";".join(f"{side}:{100 * part:.2f}%" for side, part in parts)
         if item.inside:
             inner = "".join(_boxes(item.inside, total, wide, high))
             titled = item.nbytes >= _FRAMED * total
             title = f"<b>{text(item.label)} <small>{human_bytes(item.nbytes)}</small></b>" if titled else ""
-            yield f'<div class="group{" titled" if titled else ""}" style="{place}">{title}<div>{inner}</div></div>'
+            yield f'<div class="group{" titled" if titled else ""}" style="{style}">{title}<div>{inner}</div></div>'
         else:
             kind = f'<span class="kind">{text(item.kind)}</span>' if item.kind != "smaller" else ""
             said = f"{item.where}: {item.kind}, {exact(item.nbytes)}, {share(item.nbytes, total)} of the peak"
             yield (
                 f'<div class="cell k-{key_of(item.kind)}" role="img" tabindex="-1" title="{text(said)}" '
-                f'data-bytes="{item.nbytes}" style="{place}"><span>{text(item.label)}</span>'
+                f'data-bytes="{item.nbytes}" style="{style}"><span>{text(item.label)}</span>'
                 f"<span>{human_bytes(item.nbytes)}</span>{kind}</div>"
             )
 

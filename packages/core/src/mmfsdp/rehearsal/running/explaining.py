@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mmfsdp.errors import MmfsdpError, RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fakes.fake import CANNOT_BE_FAKED
-from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.phases import StepPosition
 
 __all__ = ["buffers_advice", "explained", "with_cast_buffers"]
 
@@ -30,11 +30,11 @@ _SHARDS = ("DTensor", "Sharding propagation failed", "sharding strategy")
 
 
 @contextmanager
-def explained(places: Places, batch: Any) -> Iterator[None]:
+def explained(position: StepPosition, batch: Any) -> Iterator[None]:
     """Raise what a step raises as a RehearsalError that names the module and the line.
 
     Args:
-        places: Where the step is.
+        position: Where the step is.
         batch: What the model is given, which may be why it fails.
     """
     try:
@@ -44,7 +44,7 @@ def explained(places: Places, batch: Any) -> Iterator[None]:
     except Exception as error:
         at = _user_line(error)
         where = f" at {at}" if at else ""
-        fqn = places.failed or None
+        fqn = position.failed or None
         if isinstance(error, CANNOT_BE_FAKED) or any(words in str(error) for words in _NEEDS_VALUES):
             raise RehearsalError(
                 f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
@@ -53,9 +53,9 @@ def explained(places: Places, batch: Any) -> Iterator[None]:
                 "mmfsdp.planning.estimate_memory() computes all but activations.",
                 fqn=fqn,
             ) from error
-        hint = _about_optimizers(error) if places.phase == "optimizer" else _about_tokens(error, batch)
+        hint = _about_optimizers(error) if position.phase == "optimizer" else _about_tokens(error, batch)
         raise RehearsalError(
-            f"The step failed in {places.phase}{where}: {type(error).__name__}: {error}{hint}", fqn=fqn
+            f"The step failed in {position.phase}{where}: {type(error).__name__}: {error}{hint}", fqn=fqn
         ) from error
 
 

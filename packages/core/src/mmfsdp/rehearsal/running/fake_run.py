@@ -39,7 +39,7 @@ from mmfsdp.rehearsal.recording.kernels.sync_norms import sync_norms
 from mmfsdp.rehearsal.recording.known_results import KnownResults, Recipes
 from mmfsdp.rehearsal.recording.operator_costs import Costs
 from mmfsdp.rehearsal.recording.operator_results import Values
-from mmfsdp.rehearsal.recording.phases import Places
+from mmfsdp.rehearsal.recording.phases import StepPosition
 from mmfsdp.rehearsal.recording.recorder import Recorder
 from mmfsdp.rehearsal.result import Rehearsal
 from mmfsdp.rehearsal.running.averaged_weights import Averages
@@ -110,7 +110,7 @@ def _run(model: nn.Module, step: TrainingStep, target: Target, once: bool, recip
     plan, rank, train = target.plan, target.rank, step.train
     known, device_type = target_of(target.device, target.device_type)
     capability = None if known is None or known.capability == UNKNOWN else known.capability
-    places = Places()
+    position = StepPosition()
     with fake_world(plan.mesh.world_size, rank), ExitStack() as stack:
         ranks = build_mesh(plan.mesh, "cpu")
         mode = stack.enter_context(fake_tensors())
@@ -143,17 +143,17 @@ def _run(model: nn.Module, step: TrainingStep, target: Target, once: bool, recip
             stack.enter_context(device_operators(mode, capability))
             stack.enter_context(autocast_as_on(device_type))
         costs = Costs([unit.fqn for unit in plan.units], is_accelerator=not on_cpu)
-        values = Values(places, results, step.assume, keeps=not state.is_fsdp1)
+        values = Values(position, results, step.assume, keeps=not state.is_fsdp1)
         scratch = cpu_scratch_bytes if on_cpu else functools.partial(accelerator_scratch_bytes, capability)
-        recorder = Recorder(mode, places, values, scratch, costs, offloads, whole, state.is_fsdp1)
+        recorder = Recorder(mode, position, values, scratch, costs, offloads, whole, state.is_fsdp1)
         if graphs is not None:
             graphs.watch(module, recorder)
         with recorder, watched_resizes(recorder.resized), unseen_shapes(recorder.paused):
             _adopt(recorder, state, batches)
-            with places.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):
+            with position.watch(state, lambda group: _adopt_gradients(recorder, gradients_of(group))):
                 averages = None
                 if step.ema is not None:
-                    begin, places.phase = recorder.moment, "ema"
+                    begin, position.phase = recorder.moment, "ema"
                     averages = Averages(step.ema, module)
                     recorder.adopt_new(begin, "ema")
                 if made is not None and (once or not train):
@@ -168,7 +168,7 @@ def _run(model: nn.Module, step: TrainingStep, target: Target, once: bool, recip
                 for micro_batches in (batches,) if once else (batches[:1], batches):
                     recorder.restart()
                     begins = _beginning(recorder, state, idle)
-                    with explained(places, step.batch):
+                    with explained(position, step.batch):
                         if made is None or not train:
                             run_forward(begins, module, micro_batches, step.loss or call_with)
                         else:

@@ -45,9 +45,9 @@ def run_step(
         average: Updates averaged weights.
         reduce_each: Reduce gradients with every micro-batch.
     """
-    for place, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         begin("forward")
-        waits = place < len(batches) - 1 and not reduce_each
+        waits = index < len(batches) - 1 and not reduce_each
         with no_sync(model) if waits else contextlib.nullcontext():
             value = loss(model, batch)
         if len(batches) > 1:

@@ -43,7 +43,7 @@ def is_convolution(operator: Operator) -> bool:
     return _plain(operator) in _CONVOLUTIONS and len(_weight(operator)) == 4
 
 
-def convolution_seconds(operator: Operator, device: Device, place: int) -> tuple[float, float]:
+def convolution_seconds(operator: Operator, device: Device, index: int) -> tuple[float, float]:
     """Return the time in which a convolution computes, and in which it moves bytes, in seconds.
 
     Copies in another order of channels are operators of their own.
@@ -51,31 +51,31 @@ def convolution_seconds(operator: Operator, device: Device, place: int) -> tuple
     Args:
         operator: One for which `is_convolution`.
         device: A device with fitted shares.
-        place: Index of one of `mmfsdp.rehearsal.timing.ranges.CASES`.
+        index: Index into `mmfsdp.rehearsal.timing.ranges.CASES`.
     """
     made, taken, *kernel = _weight(operator)
     is_backward = _plain(operator) == _BACKWARD
-    spread = device.products[place] / device.products.usual
+    spread = device.products[index] / device.products.usual
     if taken <= _COLOURS and operator.shapes[1 if is_backward else 0][1] <= _COLOURS:
         rate = device.peak("bfloat16") * _IMAGES * spread
     elif taken == 1:
         rate = device.peak("float32") * _single_share(operator, prod(kernel), is_backward=is_backward) * spread
     else:
         shortest = min(made, taken)
-        share = _FULL * spread if operator.dtype == "float32" else device.products[place]
+        share = _FULL * spread if operator.dtype == "float32" else device.products[index]
         share *= shortest / (shortest + _FILLING) * (_DENSE_BACKWARD if is_backward else _DENSE)
         rate = device.peak(operator.dtype) * share
     moved = operator.nbytes * (_AGAIN if is_backward else 1.0)
-    return operator.flops / rate, moved / (device.bandwidth * device.streaming[place])
+    return operator.flops / rate, moved / (device.bandwidth * device.streaming[index])
 
 
-def norm_seconds(operator: Operator, device: Device, place: int) -> float:
+def norm_seconds(operator: Operator, device: Device, index: int) -> float:
     """Return how long the units that compute take for a batch norm; 0 if the operator is another one."""
     if operator.name not in _NORMS or not operator.shapes or len(operator.shapes[0]) < 2:
         return 0.0
     channels, elements = operator.shapes[0][1], prod(operator.shapes[0])
     work = _NORMED_BACKWARD if operator.name == _NORM_BACKWARD else _NORMED
-    spread = device.streaming[place] / device.streaming.usual
+    spread = device.streaming[index] / device.streaming.usual
     return elements * work * (1 + _CHANNELS / max(channels, 1)) / (device.peak("float32") * spread)
 
 
@@ -92,5 +92,5 @@ def _plain(operator: Operator) -> str:
 
 
 def _weight(operator: Operator) -> tuple[int, ...]:
-    place = 2 if _plain(operator) == _BACKWARD else 1
-    return operator.shapes[place] if len(operator.shapes) > place else ()
+    index = 2 if _plain(operator) == _BACKWARD else 1
+    return operator.shapes[index] if len(operator.shapes) > index else ()

@@ -54,25 +54,25 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     kind = kind_of(operator)
     if kind == "view":
         return 0.0, "memory"
-    place = CASES.index(case)
+    index = CASES.index(case)
     if operator.name in COPIES:
-        return operator.nbytes / device.copies[place], "memory"
+        return operator.nbytes / device.copies[index], "memory"
     known = device.measured.get(operator.signature) if device.measured else None
     if known is not None:
-        return known * device.spread[place], "memory" if kind == "moving" else "compute"
-    moving = operator.nbytes / (device.bandwidth * device.streaming[place])
+        return known * device.spread[index], "memory" if kind == "moving" else "compute"
+    moving = operator.nbytes / (device.bandwidth * device.streaming[index])
     if kind == "moving":
-        normalising = norm_seconds(operator, device, place) if device.filling else 0.0
+        normalising = norm_seconds(operator, device, index) if device.filling else 0.0
         return max(moving, normalising, device.smallest), "memory"
     if device.filling and is_convolution(operator):
-        computing, moving = convolution_seconds(operator, device, place)
+        computing, moving = convolution_seconds(operator, device, index)
         return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"
     is_full = bool(device.filling) and operator.dtype == "float32"
-    full = _FULL * device.products[place] / device.products.usual
+    full = _FULL * device.products[index] / device.products.usual
     if kind == "attention":
-        share = _full_attention_share(operator, full) if is_full else _attention_share(operator, device, place)
+        share = _full_attention_share(operator, full) if is_full else _attention_share(operator, device, index)
     else:
-        share = full if is_full else device.products[place]
+        share = full if is_full else device.products[index]
     if operator.name in _RECURRENT:
         share = _STEPS_AT_A_TIME
     elif kind == "product" and device.filling:
@@ -81,9 +81,9 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     return max(computing, moving, device.smallest), "compute" if computing >= moving else "memory"
 
 
-def _attention_share(operator: Operator, device: Device, place: int) -> float:
+def _attention_share(operator: Operator, device: Device, index: int) -> float:
     reached = device.attention_backward if operator.name.endswith("_backward") else None
-    share = (reached or device.attention)[place]
+    share = (reached or device.attention)[index]
     if "cudnn" in operator.name:
         share *= device.cudnn
     elif "efficient" in operator.name and operator.dtype in _HALVES:

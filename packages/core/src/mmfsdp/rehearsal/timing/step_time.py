@@ -167,19 +167,19 @@ def works_of(
         links: The links between ranks.
         case: One of `CASES`.
     """
-    place = CASES.index(case)
-    reached, spread = links.reached[place], device.spread[place]
+    index = CASES.index(case)
+    reached, spread = links.reached[index], device.spread[index]
     issues = {name: seconds * spread for name, seconds in device.issues.items()}
     known: dict[tuple[Any, ...], tuple[float, str, float]] = {}
     sent = iter(collectives)
     for item in operators:
-        issue = issues.get(item.role, issues.get(item.phase, device.issue[place]))
+        issue = issues.get(item.role, issues.get(item.phase, device.issue[index]))
         if "::" not in item.name:
             seconds = collective_seconds(next(sent), links, reached)
             yield Work(item.name, item.unit, item.phase, item.role, seconds, issue, is_sent=True)
             continue
         if item.role == "host":
-            seconds = weight_of(item) * issue + item.nbytes / device.host[place]
+            seconds = weight_of(item) * issue + item.nbytes / device.host[index]
             yield Work(item.name, item.unit, item.phase, "host", 0.0, seconds)
             continue
         key = item.name, item.shapes, item.nbytes, item.dtype
@@ -208,5 +208,5 @@ def _joined(exposed: Mapping[str | None, float]) -> list[tuple[str, float]]:
     items = [(names.get(unit, unit or ""), seconds) for unit, seconds in exposed.items()]
     # Neighbours wait about as long as each other, but not exactly.
     keyed = [(name, float(f"{seconds:.1g}")) for name, seconds in items]
-    joined = [(same.name, sum(items[place][1] for place in same.members)) for same in join_repeated(keyed)]
+    joined = [(same.name, sum(items[index][1] for index in same.members)) for same in join_repeated(keyed)]
     return sorted(joined, key=lambda row: -row[1])

@@ -82,20 +82,20 @@ class Replay:
     @property
     def spans(self) -> list[Span]:
         """The work, as far as it takes time."""
-        return [Span(*place, begin, end) for place, begin, end in self._spans]
+        return [Span(*label, begin, end) for label, begin, end in self._spans]
 
     def run(self, stream: str, work: Work, after: float = 0.0) -> float:
         """Put work on a stream, and return when it ends."""
         begin = max(self.free[stream], self.cpu, after)
         end = self.free[stream] = begin + work.seconds
         if work.seconds:
-            place = stream, work.name if work.is_sent else "compute", work.unit, work.phase
+            label = stream, work.name if work.is_sent else "compute", work.unit, work.phase
             if self._spans and not work.is_sent:
                 last, began, ended = self._spans[-1]
-                if last == place and begin <= ended + work.issue:
-                    self._spans[-1] = place, began, end
+                if last == label and begin <= ended + work.issue:
+                    self._spans[-1] = label, began, end
                     return end
-            self._spans.append((place, begin, end))
+            self._spans.append((label, begin, end))
         return end
 
     def wait(self, until: float, unit: str | None) -> None:

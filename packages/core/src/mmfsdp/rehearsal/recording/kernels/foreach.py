@@ -89,8 +89,8 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> list[list[Any]] | None:
     if any(isinstance(value, list | tuple) for value in kwargs.values()):
         return None
     return [
-        [[value[place]] if isinstance(value, list | tuple) else value for value in args]
-        for place in range(lengths.pop())
+        [[value[index]] if isinstance(value, list | tuple) else value for value in args]
+        for index in range(lengths.pop())
     ]
 
 

@@ -49,13 +49,13 @@ def kernels_of(graph: Graph) -> tuple[dict[Node, Kernel], set[Node]]:
     Args:
         graph: A graph of ATen's operators, with the shapes of their results as ``meta["val"]``.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    order = {node: number for number, node in enumerate(graph.nodes)}
     ends = [node for node in graph.nodes if _is_reduction(node) or (_is_pointwise(node) and _is_needed(node))]
     kernels: list[Kernel] = []
     found: dict[Node, Kernel] = {}
     for node in ends:
         reads, size = {*_reads(node, found)}, _size(node)
-        kernel = next((one for one in reversed(kernels) if _fuses(one, reads, size, place)), None)
+        kernel = next((one for one in reversed(kernels) if _fuses(one, reads, size, order)), None)
         if kernel is None:
             kernels.append(kernel := Kernel(size))
         kernel.nodes.append(node)
@@ -69,12 +69,12 @@ def kernels_of(graph: Graph) -> tuple[dict[Node, Kernel], set[Node]]:
     return found, within | {node for node in graph.nodes if _is_view(node)}
 
 
-def _fuses(kernel: Kernel, reads: set[Node], size: int, place: dict[Node, int]) -> bool:
+def _fuses(kernel: Kernel, reads: set[Node], size: int, order: dict[Node, int]) -> bool:
     """Return whether a node that reads these nodes can be computed together with a kernel's."""
     others = reads.difference(kernel.nodes)
-    first = place[kernel.nodes[0]]
+    first = order[kernel.nodes[0]]
     shares = len(others) < len(reads) or not others.isdisjoint(kernel.reads)
-    return size == kernel.size and shares and all(place[node] < first for node in others)
+    return size == kernel.size and shares and all(order[node] < first for node in others)
 
 
 def _reads(node: Node, ends: dict[Node, Kernel]) -> Iterator[Node]:
