@@ -1,4 +1,4 @@
-"""`RemadeStep`: a config's step of training that other processes make anew, with other numbers in each batch."""
+"""`RemadeStep`: a config's training step that other processes build again, with other numbers in each batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RemadeStep:
         """Return the config's batch with the elements of each tensor in another order, so that all samples differ.
 
         Args:
-            number: Another one gives another order.
+            number: The seed of the order.
         """
         generator = torch.Generator().manual_seed(number)
 
@@ -64,7 +64,7 @@ class RemadeStep:
         return tree_map_only(torch.Tensor, shuffle, self.step.batch)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the config's loss, of what its data preprocessor makes of a batch."""
+        """Return the config's loss of a batch that its data preprocessor has processed."""
         assert self.step.loss is not None, "configs that describe a step have one"
         return self.step.loss(model, batch)
 

@@ -1,4 +1,4 @@
-"""Recording what a training loop computes, and comparing two recordings. Comparing needs no torch."""
+"""Records what a training loop computes, and compares two recordings. Comparing needs no torch."""
 
 from __future__ import annotations
 

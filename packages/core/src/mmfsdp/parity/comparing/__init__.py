@@ -1,1 +1,1 @@
-"""Comparing two records: the first tensor that differs, and what the difference suggests."""
+"""Compares two records: finds the first tensor that differs, and says what the difference suggests."""

@@ -75,7 +75,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     """Other differences."""
     dtypes: defaultdict[tuple[str, str], list[Key]] = field(default_factory=lambda: defaultdict(list))
-    """Equal tensors of other dtypes: those of both runs, and which."""
+    """Equal tensors whose dtypes differ, by the dtypes of the two runs."""
 
     @property
     def same(self) -> bool:

@@ -155,7 +155,7 @@ def _has(run: dict[Key, Assembled], key: Key) -> bool:
 
 
 def _whole_until(record: Sequence[RankRecord]) -> float:
-    """Return the first step of which a rank may not have recorded all, as its record ends before the run did."""
+    """Return the first step that a rank may have recorded only in part, because its record ends before the run did."""
     last = [max((entry.key.step for entry in rank.entries), default=0) for rank in record if rank.cut]
     return min(last, default=math.inf)
 
@@ -194,7 +194,7 @@ def _add_changed(
 ) -> None:  # fmt: skip
     """Add, at the beginning of their step, parameters that one run changed since the step before, and the other not.
 
-    A change that is not more than rounding a few elements is none: runs that clamp weights may differ by that.
+    Rounding of a few elements does not count as a change: runs that clamp weights may differ by that much.
 
     Args:
         found: What was found otherwise; it gets the differences.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def are_launched() -> bool:
-    """Return whether a launcher such as torchrun has started several processes, of which this is one."""
+    """Return whether a launcher such as torchrun has started this process as one of several."""
     return all(name in os.environ for name in _NEEDED) and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -190,7 +190,7 @@ class Launched:
             failure = json.dumps({"error": traceback.format_exc(), "rank": self.rank})
             self._store.set(f"{prefix}/all" if self.rank == 0 else f"{prefix}/{self.rank}", failure)
             raise
-        if self.rank == 0:  # the others read one answer, not those of all
+        if self.rank == 0:  # the others read a single answer
             found = [json.loads(answer), *(self._wait(f"{prefix}/{rank}") for rank in range(1, self.world))]
             failed = next((given for given in found if "error" in given), None)
             together = failed or {"results": [given["result"] for given in found]}

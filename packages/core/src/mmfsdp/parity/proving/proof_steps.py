@@ -51,7 +51,7 @@ class ProofSteps:
     def evaluate(self, step: int) -> None:
         """Evaluate the model with each part of a step's first batch, and record what its modules return.
 
-        All have the buffers of the first rank then, which are those of checkpoints: those of batch norms differ.
+        All parts use the first rank's buffers here, as checkpoints do, because buffers of batch norms differ.
         """
         assert self.task.training.evaluate is not None
         was_training = [module.training for module in self.module.modules()]

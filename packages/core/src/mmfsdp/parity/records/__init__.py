@@ -1,1 +1,1 @@
-"""Recording what a training loop computes, step by step, as sketches."""
+"""Records what a training loop computes, step by step, as sketches."""

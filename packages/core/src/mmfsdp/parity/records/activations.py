@@ -79,5 +79,5 @@ def leaves_of(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(tree: Any) -> Any:
-    """Return outputs such as those of transformers, which are dicts too, as plain dicts."""
+    """Return outputs that subclass dict, such as transformers' ``ModelOutput``, as plain dicts."""
     return dict(tree) if isinstance(tree, dict) else tree

@@ -45,7 +45,7 @@ class Parameters:
         self._between = _BetweenSteps()
 
     def named(self, optimizer: Optimizer | None = None) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that an optimizer updates, by default those of all, with their names."""
+        """Return the parameters that an optimizer updates, with their names. Default: of all optimizers."""
         groups = [group for each in self._chosen(optimizer) for group in each.param_groups]
         params = [param for group in groups for param in group["params"]]
         return [(self._names[id(param)], param) for param in params if id(param) in self._names]
@@ -57,7 +57,7 @@ class Parameters:
             kind: See `mmfsdp.parity.records.record_files.Key`.
             name: See `mmfsdp.parity.records.record_files.Key`.
             value: The tensor, or one that is sharded as it is.
-            local: This rank's part, if it is not that of ``value``.
+            local: This rank's part, if it differs from the local part of ``value``.
         """
         if local is None:
             local = _local(value)
@@ -138,7 +138,7 @@ def optimizers_of(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ..
     """Return one optimizer or several as a tuple.
 
     Raises:
-        ConfigError: There is none, or one is something else.
+        ConfigError: No optimizer was given, or one of them is something else.
     """
     found = (given,) if isinstance(given, Optimizer) else tuple(given)
     if not found or not all(isinstance(each, Optimizer) for each in found):

@@ -32,8 +32,8 @@ FORM = 2
 
 CHANGED = "parameter changed between steps"
 EACH = "each parameter"
-"""The name of settings whose elements are those of all parameters, ordered by name."""
-"""The kind of parameters that are not what the step before has left."""
+"""The name of settings that have one element per parameter, ordered by name."""
+"""The kind of parameters that differ from what the step before left."""
 
 Spread = Literal["box", "rows", "mean", "alike", "own"]
 """How ranks share a tensor.
@@ -67,7 +67,7 @@ class Entry:
     key: Key
     spread: Spread
     shape: tuple[int, ...]
-    """Of the whole tensor; with spread ``own`` that of this rank's."""
+    """Shape of the whole tensor; with spread ``own``, of this rank's tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: str

@@ -43,12 +43,11 @@ def recording(
 ) -> Iterator[Recording]:
     """Record a training loop, for `mmfsdp.compare`. Call it on every rank; nothing is sent.
 
-    A step ends with the optimizer's step, that of the last one if there are several. In the order of computation it
-    records the inputs and outputs of modules, the gradients of these outputs, the norm, the gradients of parameters
-    before and after clipping, the numbers in the optimizer's groups, updates, the optimizer's state, parameters and
-    buffers. What is kept of a tensor is about 600 bytes: sums, extremes, and a sketch that tells how far two tensors
-    are apart. Each rank writes a file of its own. While the optimizer steps, the rank's part of the parameters is held
-    twice.
+    A step ends when the optimizer steps, or the last one of several. The record holds, in the order of computation,
+    the inputs and outputs of modules, the gradients of these outputs, the norm, the gradients of parameters before and
+    after clipping, the numbers in the optimizer's groups, updates, the optimizer's state, parameters and buffers. A
+    tensor takes about 600 bytes: sums, extremes, and a sketch that tells how far two tensors are apart. Each rank
+    writes its own file. While the optimizer steps, the rank's part of the parameters is held twice.
 
     The model may be sharded by mmfsdp (engine ``fsdp2`` or ``replicate``) or by ``fully_shard``, wrapped by DDP, or
     plain. Only forwards of the whole model in training mode are recorded. Gradients before clipping and the norm are
@@ -57,8 +56,8 @@ def recording(
     Args:
         folder: Where to write; files of an earlier recording are replaced.
         model: The model that is trained.
-        optimizer: Its optimizer, made for the sharded parameters. Or several, such as those of a generator and a
-            discriminator: first what steps first. One that steps more often within a step is recorded each time.
+        optimizer: Its optimizer, made for the sharded parameters. Or several, as for a generator and a discriminator, in
+            the order in which they step. One that steps more often within a step is recorded each time.
         depth: How many levels of modules to record below the model; containers such as ``ModuleList`` do not count.
         every: Record each step whose number it divides.
         order: Which samples of the global batch a rank gets: ``"blocks"`` of consecutive ones, or ``"strided"``, one
@@ -203,7 +202,7 @@ class Recording:
         """Record gradients before a loop clips them in its own way. Not collective.
 
         Args:
-            optimizer: The one whose gradients are clipped; by default those of all.
+            optimizer: The one whose gradients are clipped. Default: all.
         """
         if self._is_on:
             self._record.add_unclipped(self._params.gradients("gradient before clipping", optimizer))

@@ -20,7 +20,7 @@ class Placed:
     spread: Spread
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     leading: int = 1
     """How many leading dimensions count as one, so that the part may be every n-th row."""
     shown: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -35,10 +35,10 @@ class Slot:
     name: str
     call: int
     sizes: tuple[int, ...]
-    """Of this rank's part, as it is given."""
+    """Shape of this rank's part as given."""
     dtype: torch.dtype
     geometry: Geometry
-    """Of this rank's part, as it is sketched."""
+    """Geometry of this rank's part as sketched."""
     is_box: bool
     """Whether this rank's part is a box of the tensor, so that it can be kept whole."""
     said: str

@@ -41,12 +41,12 @@ class StepRecord:
         self.slots.begin_forward(self._batch.samples)
 
     def add_activations(self, kind: str, module: str, tree: Any) -> None:
-        """Record the tensors that a module gets or returns; and of what it returns the gradients, once they are known.
+        """Record the tensors that a module gets or returns, and the gradients of outputs once they are known.
 
         Args:
             kind: "input", "output" or "evaluation".
             module: The module's name.
-            tree: Its arguments, or what it returns.
+            tree: Its arguments or its result.
         """
         for path, leaf in leaves_of(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.layout != torch.strided:

@@ -66,7 +66,7 @@ def watching(
         every: Record each step whose number it divides.
         jump: How many times the median a norm must be.
         keep: How many recorded steps to keep in memory: about 600 bytes for each tensor and step.
-        alarms: After so many, no more records are written.
+        alarms: Number of alarms after which no more records are written.
         depth: See `mmfsdp.recording`.
         order: See `mmfsdp.recording`.
         first_step: See `mmfsdp.recording`.

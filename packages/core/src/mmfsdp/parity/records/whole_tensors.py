@@ -1,4 +1,4 @@
-"""Whole tensors beside a record, of those whose names match a pattern, and where those of two runs differ. No torch."""
+"""Tensors that are kept whole beside a record, and the elements in which two runs differ. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_whole(folder: Path, parts: Sequence[tuple[int, Entry]]) -> Whole | None
 
     Args:
         folder: The folder of the record.
-        parts: The ranks and their parts, of which there is one at least.
+        parts: The ranks and their parts, at least one.
 
     Raises:
         FormatError: A file is cut off.

@@ -34,7 +34,7 @@ Part = tuple[Slot, torch.Tensor]
 
 _EVERY = 97  # elements that a sample stands for
 _NEAR = {torch.float32: 1e-6, torch.float64: 1e-14}
-"""How far a sample may be from that of before times a number, as a share. What was done in other dtypes rounds more."""
+"""How far a sample may be from the earlier one times a number, as a share. Other dtypes round more."""
 _NORM = 1e-5  # how far the norm may be from that
 
 

@@ -30,7 +30,7 @@ _kept: dict[object, tuple[object, int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """The buckets of some chunks: those of each block apart."""
+    """The buckets of some chunks; each block has its own."""
 
     start: int
     stop: int
@@ -95,7 +95,7 @@ def signs_of(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def indices(axes: Sequence[Axis], device: torch.device) -> torch.Tensor:
-    """Return the numbers of a box's chunks, or elements, among those of the whole tensor."""
+    """Return the indices of a box's chunks, or elements, in the whole tensor."""
     found = torch.zeros(1, dtype=torch.int64, device=device)
     for start, count, whole in axes:
         found = (found[:, None] * whole + torch.arange(start, start + count, device=device)).reshape(-1)
@@ -141,7 +141,7 @@ def keep(key: object, make: Callable[[], tuple[_Kept, int]]) -> _Kept:
     """Return what was made for a key, or make it.
 
     Args:
-        key: What it is, and of what.
+        key: What identifies it.
         make: Returns it and its size in bytes. All that is kept is dropped when it takes more than 64 MB.
     """
     if (found := _kept.get(key)) is None:

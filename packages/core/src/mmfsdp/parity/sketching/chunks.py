@@ -23,7 +23,7 @@ class Chunks:
     width: int
     """Elements of a chunk."""
     axes: tuple[Axis, ...]
-    """Dimensions of the whole tensor, the last of which counts chunks: these numbers tell which chunks the box has."""
+    """Dimensions of the whole tensor; the last one counts chunks. They tell which chunks the box has."""
     inner: int
     """How many dimensions lie before those whose elements are divided."""
     pad: tuple[int, int]

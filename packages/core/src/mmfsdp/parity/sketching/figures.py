@@ -1,4 +1,4 @@
-"""The figures that are kept of a tensor, how those of boxes add up, and how far two tensors are apart. No torch."""
+"""The figures that are kept of a tensor, the sum of figures of its boxes, and the distance of two tensors. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Figures:
 
 
 def add(parts: Iterable[Figures], scale: float = 1.0) -> Figures:
-    """Return the figures of a tensor from those of its boxes, which do not overlap.
+    """Return the figures of a tensor from the figures of its boxes, which do not overlap.
 
     Args:
         parts: The boxes' figures, at least one.
@@ -93,7 +93,7 @@ def add(parts: Iterable[Figures], scale: float = 1.0) -> Figures:
 def distance(one: Figures, other: Figures) -> float:
     """Return an estimate of the norm of the difference of two tensors; `ERROR` is its standard error.
 
-    The figures must be those of whole tensors of equal shape, or of the same box.
+    The figures must come from whole tensors of equal shape, or from the same box.
     """
     if one.odd or other.odd:
         return 0.0 if one.odd == other.odd else math.inf

@@ -25,17 +25,17 @@ class Geometry:
     """Where the box begins, in elements, one per dimension."""
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     leading: int
     """How many leading dimensions count as one, so that a box may be every n-th row of a tensor."""
     device: torch.device
     dtype: torch.dtype
-    """Of the elements."""
+    """Dtype of the elements."""
     is_small: bool
 
 
 def geometry_of(local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], *, leading: int = 1) -> Geometry:
-    """Return the geometry of a box; of a complex one, that of its real and imaginary parts.
+    """Return the geometry of a box. A complex box counts as its real and imaginary parts.
 
     Args:
         local: The elements of the box, of any dtype.
@@ -50,7 +50,7 @@ def geometry_of(local: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int,
 
 
 def real(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as real numbers: those of complex ones in a further dimension."""
+    """Return a tensor as real numbers; complex numbers get a further dimension of two."""
     return torch.view_as_real(local) if local.is_complex() else local
 
 

@@ -37,7 +37,7 @@ def head_of_block(flat: torch.Tensor) -> tuple[float, ...]:
 
 
 def join_heads(blocks: Sequence[tuple[float, ...]], value: torch.Tensor, *, is_padded: bool) -> Head:
-    """Return the head of a tensor on the CPU from those of its blocks.
+    """Return the head of a tensor on the CPU from the heads of its blocks.
 
     Args:
         blocks: The heads of the blocks.

@@ -19,7 +19,7 @@ __all__ = ["LargeTensors"]
 
 _TOGETHER = 64  # blocks whose buckets are multiplied by signs at a time
 _SUMMED = 32  # products that are summed in single precision by a product of matrices
-_PARTS = 8  # such sums that are added before they are weighted, in double precision
+_PARTS = 8  # sums over `_SUMMED` elements that are added before they are weighted in double precision
 _Kind = tuple[torch.device, torch.dtype, int]
 
 
@@ -30,7 +30,7 @@ class _Layout:
     chunks: Chunks
     bags: Sequence[Bags]
     dtype: torch.dtype
-    """Of sums of chunks."""
+    """Dtype of sums of chunks."""
     kind: _Kind
     is_padded: bool
     on_cpu: bool
@@ -125,7 +125,7 @@ def _layout(geometry: Geometry) -> _Layout:
         dtype, device = torch.float64 if wide else torch.float32, geometry.device
         chunks = chunks_of(geometry.offsets, geometry.sizes, geometry.shape, geometry.leading)
         bags, size = bags_of(chunks, device, dtype)
-        # On the CPU each block has buckets of its own; elsewhere those of several are added in double precision.
+        # On the CPU each block has its own buckets; elsewhere several blocks are added in double precision.
         kind = (device, dtype if bags[0].blocks == 1 else torch.float64, chunks.width)
         is_padded = bool(chunks.filled) or any(chunks.pad)
         return _Layout(chunks, bags, dtype, kind, is_padded, device.type == "cpu"), size

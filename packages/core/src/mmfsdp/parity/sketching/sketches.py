@@ -129,7 +129,7 @@ def _scaled(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 class _SmallTensors:
-    """Sketches of small boxes; those of the same geometry are finished together."""
+    """Sketches of small boxes; boxes of the same geometry are finished together."""
 
     def __init__(self) -> None:
         self._held: dict[Geometry, tuple[list[int], list[torch.Tensor]]] = {}
