@@ -26,7 +26,7 @@ def diagnose(
     Args:
         key: The tensor that differs.
         reference: The reference's tensors.
-        other: Those of the run that differs.
+        other: The same of the run that differs.
         worlds: The ranks of both runs.
         limit: How far the tensors may be apart, as a share.
     """

@@ -1,4 +1,4 @@
-"""Proves that a model computes on several ranks what it computes in one process, checkpoint and resume included."""
+"""Proves that a model computes the same on several ranks as in one process, checkpoint and resume included."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def recording(
     Args:
         folder: Where to write; files of an earlier recording are replaced.
         model: The model that is trained.
-        optimizer: Its optimizer, made for the sharded parameters. Or several, as for a generator and a discriminator, in
-            the order in which they step. One that steps more often within a step is recorded each time.
+        optimizer: Its optimizer, made for the sharded parameters. Or several, as for a generator and a discriminator,
+            in the order in which they step. One that steps more often within a step is recorded each time.
         depth: How many levels of modules to record below the model; containers such as ``ModuleList`` do not count.
         every: Record each step whose number it divides.
         order: Which samples of the global batch a rank gets: ``"blocks"`` of consecutive ones, or ``"strided"``, one
