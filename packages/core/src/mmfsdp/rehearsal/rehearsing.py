@@ -67,7 +67,7 @@ def rehearse(
         max_norm: The norm to clip gradients to; default: no clipping.
         accumulate: Number of micro-batches in the step.
         device_type: The type of the device to train on. On others than ``'cpu'`` torch's optimizers compute many
-            tensors in one call, which takes more memory. Default: that of ``device``, or ``'cuda'``.
+            tensors in one call, which takes more memory. Default: the type of ``device``, or ``'cuda'``.
         assume: For a model that asks for values (``.item()``, masks as indices, ``nonzero()``): the share of elements
             that masks select, between 0 and 1. Other values that it asks for are true, or one. Default: it raises.
         ema: For averaged weights, updated after each optimizer step: a function from this rank's part of the model to
@@ -75,14 +75,14 @@ def rehearse(
         device: The device to train on: one of `mmfsdp.rehearsal.devices`, with the network between nodes behind an
             ``@`` if it is not the usual one (``'h100@roce-200'``), the file of a calibration, or a `Device`. Its
             architecture decides which kernel of attention torch prefers, and how large the workspaces of cuBLAS are;
-            `Rehearsal.time` is that on this device. Default: a GPU from Ampere on without a preference, with
+            `Rehearsal.time` is the time on it. Default: a GPU from Ampere on without a preference, with
             workspaces of either size.
         reduce_each: Reduce gradients with every micro-batch, as a loop without `mmfsdp.no_sync` does: more is sent,
             and no whole gradients wait for the last micro-batch.
         train: False for a step of evaluation or generation: forward alone, in evaluation mode and without gradients.
             ``loss`` is then whatever the loop does with the model and the batch, such as generating tokens with a
-            cache; what it returns does not matter. An optimizer's state is held if ``optimizer`` is given, as in
-            evaluations between steps of training; the plan's own is not.
+            cache; its result does not matter. The state of a given ``optimizer`` is held, as in evaluations between
+            steps of training; the state of the plan's own optimizer is not.
 
     Raises:
         RehearsalError: The model failed, or needs the values of tensors; names the module and the line.

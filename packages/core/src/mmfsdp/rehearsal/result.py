@@ -45,9 +45,9 @@ class Rehearsal:
     device_type: str
     """The device whose optimizer kernels were rehearsed."""
     allocations: tuple[Allocation, ...]
-    """In the order in which they end; those that outlive the step come last."""
+    """All allocations in the order in which they end; those that outlive the step come last."""
     collectives: tuple[Collective, ...]
-    """In the order in which they are issued."""
+    """All collectives in the order in which they are issued."""
     phases: tuple[tuple[str, int], ...]
     """Each phase (``forward``, ``backward``, ``clipping``, ``optimizer``) with the moment at which it begins, in order;
     forward and backward once for each micro-batch."""
@@ -56,7 +56,7 @@ class Rehearsal:
     plan: ShardPlan
     """The plan that was applied."""
     operators: tuple[Operator, ...] = ()
-    """In the order in which the CPU issues them, collectives among them."""
+    """All operators, collectives included, in the order in which the CPU issues them."""
     on_cpu: tuple[Allocation, ...] = ()
     """Allocations that ``cpu_offload`` keeps in CPU memory; they are not among `allocations`."""
     calls: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -113,8 +113,8 @@ class Rehearsal:
 
         Args:
             expandable: As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-            memory: Memory of the GPU, as for `retries`: on one that is smaller than what is wanted the allocator takes
-                less, by giving back what it keeps. Default: as on a GPU that is large enough, which tells what to rent.
+            memory: Memory of the GPU, as for `retries`: on a GPU that is too small the allocator takes less, by giving
+                back blocks that it keeps. Default: as on a GPU that is large enough, which tells what to rent.
 
         Raises:
             ConfigError: The memory is no size.
@@ -187,7 +187,7 @@ class Rehearsal:
 
         Args:
             memory: Memory of the GPU, as text such as ``'79.1GiB'`` or in bytes, as ``torch.cuda`` reports it.
-                Default: that of the device that was given to `mmfsdp.rehearse`.
+                Default: the memory of the device that was given to `mmfsdp.rehearse`.
 
         Raises:
             ConfigError: The memory is not known, or is no size.

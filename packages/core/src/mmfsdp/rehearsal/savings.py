@@ -25,7 +25,7 @@ class Saving:
     elsewhere: str = ""
     """A change outside of the settings, such as an argument of the optimizer."""
     source: str = "rehearsed"
-    """``rehearsed``: the changed step was; ``derived``: its record follows from that of the step."""
+    """``rehearsed``: the changed step was rehearsed; ``derived``: its record was computed from the step's."""
 
     @property
     def write(self) -> str:

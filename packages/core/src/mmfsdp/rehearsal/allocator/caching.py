@@ -25,7 +25,7 @@ _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB  # the smallest size that gets a segment of its own
 
 _Pool = tuple[Hashable, bool]
-"""A stream, and whether the pool is that of small blocks."""
+"""A stream, and whether the pool holds small blocks."""
 
 
 @dataclass(slots=True, eq=False)

@@ -44,14 +44,14 @@ https://github.com/pytorch/pytorch/pull/86509. Steps load kernels of 232 to 310 
 H100 and an H200."""
 
 CUBLAS_SMALL = (2 * 4096 * 1024 + 8 * 16 * 1024,) * 2
-"""Workspaces of cuBLAS, one for the thread of forward and one for that of backward, each of 4096 KiB x 2 + 16 KiB x 8:
+"""Workspaces of cuBLAS, one each for the threads of forward and of backward, of 4096 KiB x 2 + 16 KiB x 8:
 torch's default before Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp). The caching allocator hands them out."""
 
 CUBLAS_HOPPER = (32 * _MIB,) * 2
 """The same from Hopper on."""
 
 CUBLAS_LARGE = (*CUBLAS_HOPPER, _MIB)
-"""From Hopper on with that of cuBLASLt, as measured on an H100 with torch 2.11. Only products with a bias use it, and
+"""The same with cuBLASLt's workspace, as measured on an H100 with torch 2.11. Only products with a bias use it, and
 releases that share it with cuBLAS do not allocate it (https://github.com/pytorch/pytorch/pull/181944)."""
 
 _SETTING = "CUBLAS_WORKSPACE_CONFIG"

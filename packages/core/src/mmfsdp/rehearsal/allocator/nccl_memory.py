@@ -1,4 +1,4 @@
-"""The memory of a GPU that NCCL takes: what it takes once, and the buffers of a communicator. Pure.
+"""The GPU memory of NCCL: what the process takes once, and the buffers of each communicator. Pure.
 
 Sources: NCCL's code (``src/init.cc``, ``src/transport``), whose sizes are the same from 2.12 to 2.30; since 2.22 a
 connection is made when a collective first needs it, and since 2.25 there are up to 64 channels; and what NCCL 2.28 took

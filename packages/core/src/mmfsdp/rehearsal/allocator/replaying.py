@@ -29,7 +29,7 @@ class Replayed:
     retries: int
     """How often it gave free segments back in the last step."""
     returned: int
-    """Bytes that it gave back in the last step, most of which it took again."""
+    """Bytes that it gave back in the last step; it took most of them again."""
 
 
 def replayed(
@@ -90,7 +90,7 @@ def replayed(
 
 
 class _Replay:
-    """The allocator, and what it has handed out."""
+    """The allocator and the blocks in use."""
 
     def __init__(self, items: Sequence[Allocation], expandable: bool, limit: float) -> None:
         self.allocator = CachingAllocator(expandable=expandable, limit=limit, finish=self._finish)
@@ -120,7 +120,7 @@ class _Replay:
             self.allocator.release(flat)
 
     def run(self, events: Sequence[_Event]) -> None:
-        """Run a step. The next one replaces what it leaves, and finds what it found."""
+        """Run a step, then release what it made and allocate what it freed, for the next one."""
         retries, returned = self.allocator.retries, self.allocator.returned
         for self._now, begins, index in sorted(events):
             if begins:

@@ -19,7 +19,7 @@ torch/distributed/fsdp/_limiter_utils.py)."""
 def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str, int]]) -> tuple[Allocation, ...]:
     """Return the allocations with those that other streams use held for as long as they wait for the GPU, with FSDP1.
 
-    FSDP1 gathers parameters on one stream and uses them on that of training. It makes gradients there, joins them on
+    FSDP1 gathers parameters on one stream and uses them on the training stream. It makes gradients there, joins them on
     the first one, and reduces them on a third. The caching allocator hands such memory out again only when the GPU has
     come as far as the CPU was when it freed it. The CPU runs ahead until FSDP1 makes it wait: before it gathers a unit,
     until the GPU has passed the oldest queued point at which a unit was freed, if there are two or more.

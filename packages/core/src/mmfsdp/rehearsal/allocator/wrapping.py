@@ -25,7 +25,7 @@ class Wrapped(NamedTuple):
     shard: int
     """Bytes of the piece that the rank keeps; as many as `flat` if the unit is not sharded, which then stays."""
     sent: tuple[int, ...] = ()
-    """Bytes of each bucket, two of which are there at a time."""
+    """Bytes of each bucket; two of them are allocated at a time."""
 
 
 def wrapped_units(plan: ShardPlan, rank: int = 0, *, synced: bool = False) -> tuple[Wrapped, ...]:

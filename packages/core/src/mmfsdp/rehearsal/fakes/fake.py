@@ -1,9 +1,9 @@
 """The private parts of torch that a rehearsal needs, but for its world of ranks; see `mmfsdp.rehearsal.fakes.worlds`.
 
-torch offers no public way to run a program without memory and without ranks. What is used here is what its own tracker
-of memory uses: fake tensors (``torch._subclasses``), which have shapes and no data, and the assignment of
-``UntypedStorage.resize_``, by which FSDP frees and allocates what it gathers and which is no operator. The names are
-those of torch 2.9 to 2.15.
+torch offers no public way to run a program without memory and without ranks. This module uses what torch's own memory
+tracker uses: fake tensors (``torch._subclasses``), which have shapes and no data, and a replaced
+``UntypedStorage.resize_``, which is no operator and by which FSDP frees and allocates gathered parameters. The names
+exist in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -329,9 +329,9 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 
 def is_accumulating() -> bool:
-    """Return whether what is added up now may be gradients of a tensor that is used several times.
+    """Return whether the tensors added now may be gradients of a tensor that is used several times.
 
-    Only formulas of backward may add as well; what is recomputed records what it does.
+    Formulas of backward may add, too. Recomputed operators do not count: autograd records them.
     """
     return is_backward() and not torch.is_grad_enabled()
 
@@ -343,6 +343,6 @@ def forward_number() -> int:
 
 
 def backward_number() -> int | None:
-    """Return the number of the operator whose backward runs; None if it is not that of an operator."""
+    """Return the number of the operator whose backward runs; None if no operator's backward runs."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()

@@ -1,9 +1,9 @@
-"""Lets a block of code have a world of ranks of its own, beside the one that the process may be in.
+"""Gives a block of code its own world of ranks, beside the one that the process may be in.
 
 torch keeps one world per process: the default group, and all groups by name. Here the calling thread gets an empty one
 for a while, so that it can make groups without the other ranks; other threads, such as a save in the background, keep
 the one that there is. This is private to torch, which does the same for its tests (``ThreadLocalWorld`` of
-``torch.testing._internal``); names are those of torch 2.9 to 2.15.
+``torch.testing._internal``). The names exist in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from mmfsdp.rehearsal.timing.step_time import usual_seconds
 
 __all__ = ["Known", "resharded_seconds", "sending_seconds"]
 
-_UNUSED = 0.8  # of what the allocator keeps unused; a step with larger shards kept 0.84 of it or more, in 60 cases
-_SLOWER = 1.5  # float32 than mixed precision; a little less than it is
+_UNUSED = 0.8  # of the unused bytes in the allocator; with larger shards a step kept at least 0.84 of them, in 60 cases
+_SLOWER = 1.5  # how many times float32 is slower than mixed precision, at least
 
 
 class Known:
@@ -48,9 +48,9 @@ class Known:
         """Return bytes that a step needs at least.
 
         Activations of half as many samples are at least half as large. Gradients that earlier micro-batches leave are
-        whole, and equally large however many there are. A step that keeps what it gathers has all of it when its last
-        unit begins forward. Of two steps that gather the same, the one with larger shards needs at least as much more
-        as it keeps between steps, and the allocator leaves nearly as much unused.
+        whole, and equally large however many there are. A step that keeps gathered parameters has all of them when its
+        last unit begins forward. If two steps gather the same, the one with larger shards needs more: at least the
+        bytes that it keeps between steps in addition. The allocator leaves nearly as much unused in both.
         """
         state = min((estimate.state for _, _, estimate in self._seen), default=0.0)
         shards, gathered = self._sizes(choice, plan)
@@ -97,7 +97,7 @@ class Known:
         return min(carried, default=reduced)
 
     def _beside(self, plan: ShardPlan) -> int:
-        """Return the bytes that a process takes of a GPU at least beside what a step holds."""
+        """Return the fewest bytes of a GPU that a process takes beside its step."""
         if self._device.type == "cpu":
             return 0
         groups = sum(ranks > 1 for ranks in (plan.mesh.shard, plan.mesh.replicate))
@@ -156,7 +156,7 @@ class Known:
 
 
 def _gathered(plan: ShardPlan) -> dict[tuple[str, ...], int]:
-    """Return the bytes of gathered parameters that are there when forward ends, by unit, but for those of the root."""
+    """Return the bytes of gathered parameters at the end of forward, by unit, without the root."""
     if plan.mesh.shard == 1 or plan.engine == "replicate":
         return {}
     return {unit.fqns: whole_bytes(unit) for unit in plan.units[:-1] if unit.reshard_after_forward is False}
@@ -168,9 +168,9 @@ def _gathers(plan: ShardPlan) -> tuple[object, ...]:
 
 
 def sending_seconds(plan: ShardPlan, choice: Choice, links: Links) -> float:
-    """Return seconds that a step sends at least, by what its units gather and reduce.
+    """Return the fewest seconds for which a step sends, from what its units gather and reduce.
 
-    What is gathered and what is reduced may be sent at the same time.
+    Gathering and reducing may overlap.
 
     Args:
         plan: The plan of the model.
@@ -214,11 +214,11 @@ def _can_reshard(known: ShardPlan, wanted: ShardPlan) -> bool:
 def resharded_seconds(step: Rehearsal, wanted: ShardPlan, device: Device) -> float:
     """Return the seconds of a step in which the ranks are arranged as another plan says.
 
-    Messages go to other ranks, gradients are averaged over replicas if there are any, and shards have another size
-    where they are copied to be gathered, in clipping and in the optimizer; all else stays.
+    Messages go to other ranks, and gradients are averaged over replicas if there are any. Shards have another size
+    where they are copied to be gathered, in clipping and in the optimizer. All else stays.
 
     Args:
-        step: A step of a plan from which that of ``wanted`` follows; see `_can_reshard`.
+        step: A step of a plan from which the step of ``wanted`` follows; see `_can_reshard`.
         wanted: The plan, for the same model or one with more layers.
         device: The device.
     """

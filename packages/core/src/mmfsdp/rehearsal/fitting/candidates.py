@@ -96,7 +96,7 @@ def choices_for(
 
     Raises:
         ConfigError: ``choices`` names something else, a section that the config states, or no values; or there is no
-            shard group of `HYBRID_SHARD` for so many ranks.
+            shard group of `HYBRID_SHARD` for that many ranks.
     """
     choices = dict(choices or {})
     config = ShardConfig.from_dict(given)

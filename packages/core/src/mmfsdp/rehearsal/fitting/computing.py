@@ -1,4 +1,4 @@
-"""What a step computes at least, however its parameters are sharded, and what it would compute again. Pure."""
+"""The least that a step computes, however its parameters are sharded, and the least it would recompute. Pure."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Computing:
     ops: Seconds = Seconds()
     """Those that mode ``ops`` would compute again at least."""
     gathered: Seconds = Seconds()
-    """With ``fully_shard``: those that copy what was gathered."""
+    """Those that copy gathered parameters, with ``fully_shard``."""
     reduced: Seconds = Seconds()
-    """With ``fully_shard``: those that copy and cast gradients before these are sent."""
+    """Those that copy and cast gradients before these are sent, with ``fully_shard``."""
 
     def again(self, settings: Mapping[str, Any] | None) -> Seconds:
         """Return what activation checkpointing with these settings would compute again at least."""

@@ -89,7 +89,7 @@ def combined(parts: Sequence[tuple[float, Mapping[Point, Highest]]]) -> Highest:
     """Return the peak of the whole model: the largest weighted sum over the points that all parts have.
 
     Args:
-        parts: The weight and the points of each short model. The modules' names are those of the last one.
+        parts: The weight and the points of each short model. Names of modules come from the last one.
     """
     shared = set.intersection(*(set(points) for _, points in parts))
     best = Highest("", "", {})

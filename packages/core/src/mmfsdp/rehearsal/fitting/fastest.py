@@ -72,7 +72,7 @@ def fit(
     Args:
         model: The model, on any device; ``meta`` is enough.
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
-        memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: that of ``device``.
+        memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: the memory of ``device``.
         margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off.
             Default: 0.03.
         ranks: Number of ranks.
@@ -203,7 +203,7 @@ def _needs(found: Found) -> tuple[int, int]:
 
 
 def _differences(shown: Choice, other: Choice) -> dict[str, Any]:
-    """Return the sections to write in place of those of another choice; None for those to leave out."""
+    """Return the sections that replace another choice's; None for sections to leave out."""
     names = {**shown.settings, **other.settings}
     changed = {name: other.settings.get(name) for name in names if shown.settings.get(name) != other.settings.get(name)}
     if shown.accumulate != other.accumulate:

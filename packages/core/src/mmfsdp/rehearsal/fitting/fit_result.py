@@ -53,12 +53,12 @@ class FitOption:
     rehearsal: Rehearsal = field(repr=False)
     """The step of the whole model, with at most two micro-batches."""
     rates: Rates
-    """What all ranks train per second, the share of the device's peak, and what it costs."""
+    """Throughput of all ranks, the share of the device's peak, and costs."""
     reduces: bool = False
     """Whether gradients are reduced with every micro-batch: do not use `mmfsdp.no_sync`."""
     as_good: tuple[Mapping[str, Any], ...] = ()
-    """Other settings that change time and memory by less than a hundredth: each the sections to write in place of
-    those of `settings`, with None for one to leave out, and ``accumulate`` and ``reduces`` if these differ."""
+    """Other settings that change time and memory by less than a hundredth: each has the sections that
+    replace those in `settings`, None for sections to leave out, and ``accumulate`` and ``reduces`` if they differ."""
 
     @property
     def yaml(self) -> str:

@@ -49,7 +49,7 @@ class Estimate:
     kept_activations: float
     """The most bytes of these kinds while the last forward runs, when every unit has begun its own."""
     carried: float
-    """Bytes of whole gradients that earlier micro-batches leave, all of which are held while the last forward runs."""
+    """Bytes of whole gradients that earlier micro-batches leave, and that are all held while the last forward runs."""
     reduced: float
     """Bytes of whole gradients that units reduce, as micro-batches add them up."""
     state: float
@@ -59,7 +59,7 @@ class Estimate:
     computing: Computing
     """What forward and backward compute."""
     useful: float
-    """Seconds that the model's FLOPs take at the device's peak, those of recomputed operators left out."""
+    """Seconds that the model's FLOPs take at the device's peak, without recomputed operators."""
     steps: tuple[tuple[float, Rehearsal, float], ...] = field(repr=False)
     """The rehearsed steps, each with its weight and its seconds."""
 
@@ -294,7 +294,7 @@ def _carried_bytes(step: Rehearsal, phase: int) -> int:
 def _kept_bytes(step: Rehearsal, phase: int) -> int:
     """Return the most bytes of activations that are held when every unit has begun its forward.
 
-    A step that keeps what it gathers has all of it then.
+    A step that keeps gathered parameters has all of them then.
 
     Args:
         step: The step.
@@ -315,7 +315,7 @@ def _reduced_bytes(step: Rehearsal) -> int:
 
     A micro-batch that does not reduce them leaves as much: `_carried_bytes`. ``fully_shard`` adds them up in the dtype
     in which they are sent (``to_accumulated_grad_if_needed`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py),
-    other engines in that of the parameters in forward.
+    other engines in the parameters' dtype in forward.
     """
     begin = max((moment for name, moment in step.phases if name == "backward"), default=0)
     sent = {

@@ -14,7 +14,7 @@ _BILLION, _MILLION = 10**9, 10**6
 
 @dataclass(frozen=True)
 class Rates:
-    """What a job trains per second, and what it costs."""
+    """A job's throughput and costs."""
 
     samples_per_second: float
     """Samples of all ranks."""

@@ -14,7 +14,7 @@ from mmfsdp.rehearsal.result import Rehearsal
 
 __all__ = ["Found", "Search", "search", "search_faster"]
 
-_EQUAL = 0.02  # by which the peak that short copies tell may differ from that of the whole model
+_EQUAL = 0.02  # by which the peak computed from short copies may differ from the whole model's
 _ALIKE = 0.03  # by which another step must be faster to be looked for
 _SAME = 1e-9
 _AS_GOOD = 0.01  # by which the times and the memory of steps that are as good differ at most

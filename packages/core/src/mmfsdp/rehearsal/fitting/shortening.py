@@ -52,9 +52,9 @@ def stacks_of(model: nn.Module) -> tuple[Stack, ...]:
 def short_models(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[tuple[nn.Module, float, dict[str, int]]]:
     """Yield short copies of a model on the meta device, each with its weight and its layers by stack.
 
-    A figure that grows by as much with every layer is, for the whole model, the sum of those of the copies times their
-    weights: the first copy keeps the fewest layers of every stack; for stacks of each depth there is another one, which
-    keeps two layers more of them.
+    If every layer adds the same amount to a figure, the whole model's figure is the sum of the copies' figures times
+    their weights. The first copy keeps the fewest layers of every stack. For each depth, another copy keeps two layers
+    more in the stacks of that depth.
     """
     depths = {stack.fqn: stack.fewest for stack in stacks}
     groups: dict[int, list[Stack]] = {}

@@ -39,8 +39,8 @@ def calibrate(
     """Measure the CPU at hand, and return it as a device for `Rehearsal.time`. Not collective, unless ``together``.
 
     Each operator of the rehearsals is run on its own, on tensors of the same shapes. Operators of other steps follow a
-    roofline whose peaks are measured, too. What it takes to issue an operator is measured on steps of a tiny model: it
-    includes autograd, modules, and what FSDP does on the CPU. Use as many threads as the training will.
+    roofline whose peaks are measured, too. The time to issue an operator is measured on steps of a tiny model: it
+    includes autograd, modules, and FSDP's work on the CPU. Use as many threads as the training will.
 
     Args:
         rehearsals: Steps whose operators to measure, rehearsed with ``device_type='cpu'``.

@@ -36,7 +36,7 @@ class FirstSteps:
     """Compares the first steps of training with a rehearsal, on this rank. Not collective; it sends nothing.
 
     Call `step` after each optimizer step. The time of a step is the median from one call to the next, so it contains
-    what the loop does in between, such as loading data. On CUDA the peaks are those of torch's allocator since the
+    what the loop does in between, such as loading data. On CUDA the peaks are what torch's allocator reports since the
     process began; CPU memory is not measured. If the GPU was full in these steps, the line says so.
 
     Args:
@@ -102,7 +102,7 @@ class ForecastWatch:
     - steps take longer than the forecast's interval, with the unit that computes or waits longest beyond its forecast,
     - ranks differ in the time that they compute: the slowest, and the unit in which it loses most.
 
-    Times of units are those of the CPU, or on other devices of the stream that computes. Outside of units are the root,
+    Units are timed on the CPU, or on another device's compute stream. Outside of units are the root,
     the loss, the optimizer, and what the loop does in between, such as waiting for data.
 
     Args:
@@ -194,7 +194,7 @@ class ForecastWatch:
 
 
 def _forecast(rehearsal: Rehearsal, device: str | Device | None) -> StepTime | None:
-    """Return the time of a step on a device, or on that of the rehearsal; None without either."""
+    """Return the time of a step on a device, or on the rehearsal's; None without either."""
     known = device or rehearsal.device
     return None if known is None else rehearsal.time(known)
 

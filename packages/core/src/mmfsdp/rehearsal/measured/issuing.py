@@ -80,9 +80,9 @@ class _Watch(Subscriber):
 
 
 def issue_seconds(device: Device, clock: Callable[[], float]) -> dict[str, float]:
-    """Return the seconds that it takes to issue an operator, beyond what it takes. Collective: every rank of the world.
+    """Return the seconds to issue an operator, without running it. Collective: every rank of the world.
 
-    They are by phase, and by role for what gathers and what reduces a unit: FSDP does more to issue these.
+    The keys are phases, and roles for operators that gather or reduce a unit: FSDP does more to issue these.
 
     Args:
         device: The device, its links measured.

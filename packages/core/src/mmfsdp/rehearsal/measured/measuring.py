@@ -152,10 +152,10 @@ def measure(
 
 
 def cpu_peak(step: Callable[[], object], held: Iterable[Any]) -> int:
-    """Return the most bytes that torch holds in CPU memory during a step, what it has before included.
+    """Return the most bytes that torch holds in CPU memory during a step, including those held before it.
 
     Args:
-        step: Runs a step that leaves behind what it found, such as one of training that is not the first.
+        step: Runs a step that leaves memory as it found it, such as any training step after the first.
         held: What is held before the step; other things than tensors are ignored.
     """
     gc.collect()  # what is freed later would be taken for the step's
@@ -196,7 +196,7 @@ def _peak_of_events(events: Iterable[tuple[float, int, int]]) -> int:
 
 
 def _storage_bytes(items: Iterable[Any]) -> int:
-    """Return the bytes of the storages of tensors, each once, of DTensors those of this rank."""
+    """Return the bytes of the tensors' storages, each counted once; of DTensors, this rank's storages."""
     local = [item.to_local() if isinstance(item, DTensor) else item for item in items if torch.is_tensor(item)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (item.untyped_storage() for item in local)}
     return sum(storages.values())

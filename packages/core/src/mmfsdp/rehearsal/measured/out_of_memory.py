@@ -1,4 +1,4 @@
-"""Adds to an out-of-memory error of the device where the step was, what it held, and what to change."""
+"""Extends an out-of-memory error by what the step was doing, what it held, and what to change."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def explain_out_of_memory(
     the error's traceback, and in backward from the unit whose backward began last.
 
     Args:
-        rehearsal: The step as it was rehearsed; that of `advise` also says what to change. Or what returns it once
-            there is an error, None if there is none, for loops that rehearse with their first batch.
+        rehearsal: The step as it was rehearsed; one from `advise` also says what to change. Or a function that returns
+            it, or None, once there is an error, for loops that rehearse with their first batch.
         model: The sharded model that trains.
         optimizer: Its optimizer, to compare its state; None to leave that out.
     """

@@ -44,7 +44,7 @@ def answer(func: Any, args: Any, kwargs: Any, share: float) -> Any:
         share: The share, between 0 and 1. At least one element is selected.
 
     Returns:
-        The result; ``NotImplemented`` for an operator of which nothing is assumed.
+        The result; ``NotImplemented`` for an operator about which nothing is assumed.
     """
     name = func._schema.name.removeprefix("aten::")
     if name == "_local_scalar_dense":

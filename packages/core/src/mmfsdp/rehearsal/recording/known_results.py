@@ -1,6 +1,6 @@
-"""Remembers what operators on fake tensors return: most operators of a step are those of another layer once more.
+"""Remembers what operators on fake tensors return: most operators of a step repeat an earlier layer's.
 
-torch remembers it, too, but for whatever its compilers may meet, and spends half of a rehearsal on keys and results.
+torch remembers results, too, but for all that its compilers may meet, and spends half of a rehearsal on doing so.
 Here a result is remembered only if it follows from what `layout_of` says of the arguments.
 """
 
@@ -25,7 +25,7 @@ DEVICE = torch.ops.prim.device.default
 _NAMESPACES = ("aten", "fsdp", "prims")
 _UNSURE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _CHANGES = ("aten::lift", "aten::resize", "aten::resolve_", "aten::set_")
-"""Operators that look at more than layouts, or change those of their arguments."""
+"""Operators that look at more than layouts, or change the layouts of their arguments."""
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 """Types of arguments for which equal ones of the same type can stand."""

@@ -46,9 +46,9 @@ _LIKE = {  # attention on the CPU, which torch counts from 2.15 on
 
 
 class Costs:
-    """Counts what operators of a step do.
+    """Counts the work of a step's operators.
 
-    FLOPs are those of ``torch.utils.flop_counter``; causal attention counts half, because kernels skip what is masked.
+    FLOPs are as in ``torch.utils.flop_counter``; causal attention counts half, because kernels skip what is masked.
 
     Args:
         units: FQNs of the shard units.
@@ -81,11 +81,11 @@ class Costs:
         return self._owners[module]
 
     def reorders(self, func: Any) -> bool:
-        """Return whether what an operator holds for a moment are copies in another order, which take time to make."""
+        """Return whether an operator's scratch memory holds reordered copies, which take time to make."""
         return self._is_accelerator and func._schema.name in _CONVOLUTIONS
 
     def name_of(self, func: Any, inputs: Sequence[torch.Tensor]) -> str:
-        """Return an operator's name; that of a convolution says on an accelerator if its channels come last."""
+        """Return an operator's name; on an accelerator a convolution's name says if its channels come last."""
         name: str = func._schema.name
         if not self.reorders(func):
             return name
@@ -113,7 +113,7 @@ class Costs:
             func: The operator, an overload.
             args: Its positional arguments.
             kwargs: Its other arguments.
-            result: What it returned.
+            result: Its result.
             inputs: The tensors among the arguments.
             outputs: The tensors in the result.
         """
@@ -177,8 +177,8 @@ def _with_equal_heads(args: Sequence[Any], name: str) -> Sequence[Any]:
 def _convolution_backward_flops(args: Sequence[Any]) -> int:
     """Return the FLOPs of the gradients of input and weight, each as many as forward has.
 
-    torch counts those of the weight as if there were one group (``conv_backward_flop``, 2.9 to 2.15), for a depthwise
-    convolution as many times too many as it has channels.
+    torch counts the weight's gradient as if there were one group (``conv_backward_flop``, 2.9 to 2.15): for a depthwise
+    convolution, too many by a factor of its channels.
     """
     grad, inputs, weight = args[:3]
     is_transposed, wanted = args[7], args[10]

@@ -20,7 +20,7 @@ from mmfsdp.rehearsal.recording.recurrent import RECURRENT, run_recurrent
 __all__ = ["Values"]
 
 _MOST = 1 << 22  # elements of a tensor whose values are kept
-_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of a new real tensor, such as that of torch.tensor()
+_LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # of a new real tensor, as torch.tensor() makes it
 _USERS = ("activation", "recomputed")  # kinds of what a model's own code allocates
 _AVERAGES = "ema"  # a phase whose code counts its steps
 _WITHOUT_MODEL = ("clipping", "optimizer")

@@ -98,7 +98,7 @@ class StepPosition:
 
         subscribe(_Follower(self, reduced), state.groups)
         if state.is_fsdp1:
-            # FSDP1 has no method of its own that reduces.
+            # FSDP1 has no separate method that reduces.
             around_gathering(state.module, self.gathering)
         compiled = [module for module in state.module.modules() if is_compiled(module)]
         for module in compiled:

@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         mode: The context of `fake_tensors` that the step runs in.
         position: Where the step is.
         values: Runs the operators.
-        scratch: Returns the bytes that an operator needs for a moment, from its name, arguments and result.
+        scratch: Returns the scratch bytes that an operator needs, from its name, arguments and result.
         costs: What operators compute, read and write.
         offloads: Bytes of the rank's shards by unit, if they are in CPU memory between uses, with their gradients and
             what the optimizer makes of them. The step that is recorded does not copy, because its device is the CPU.
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         ended: The allocations that have ended.
-        on_cpu: Those of them that were in CPU memory.
+        on_cpu: The ended allocations that were in CPU memory.
         collectives: What was sent.
         operators: What was computed and sent.
         phases: Each phase that has begun, with its first moment.
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         """Note an operator that a compiler made of several.
 
         Args:
-            nbytes: What it reads and writes.
+            nbytes: The bytes that it reads and writes.
             outputs: Its results.
         """
         self._note_operator(FUSED, 0, nbytes, self.costs.dtype_of(outputs), tuple(map(_shape, outputs[:3])))
@@ -343,7 +343,7 @@ class Recorder(TorchDispatchMode):
         if name is None:
             return
         ranks = group_of([*args, *kwargs.values()])
-        # The whole tensor of an all-gather is what it writes, that of a reduce-scatter what it reads.
+        # An all-gather writes the whole tensor, a reduce-scatter reads it.
         tensors = [tensors_in((part,)) for part in args[:2]]
         sizes = [sum(value.numel() * value.element_size() for value in part) for part in tensors]
         functional = func.namespace != "c10d"
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):
             else:
                 self._put_gathered(unit)
         if name == "reduce_scatter" and not functional:
-            # FSDP1 casts and pads gradients on the stream that reduces them, FSDP2 casts on that of training.
+            # FSDP1 casts and pads gradients on the stream that reduces them, FSDP2 casts on the training stream.
             self._put([*tensors[0], *tensors[1]] if self._is_fsdp1 else tensors[0], "reduces")
         if name == "reduce_scatter" and not self._whole:  # torch 2.9 calls it on one rank, too
             self._copy(unit, TO_CPU, (self.offloads or {}).get(unit or "", 0))

@@ -1,8 +1,8 @@
-"""Recurrent networks of fake tensors as cuDNN computes them: what it keeps for backward, and its workspaces.
+"""Recurrent networks of fake tensors as cuDNN computes them: the bytes kept for backward, and the workspaces.
 
-cuDNN says neither. The sizes are those of 120 networks on an H100 with torch 2.11 and cuDNN 9.19
-(``benchmarks/on_gpu/kernels.jsonl``): what is kept is exact, workspaces of more than 300 MB are to 10 %, smaller ones
-up to 45 % below what was measured.
+cuDNN reports neither. The sizes fit 120 networks on an H100 with torch 2.11 and cuDNN 9.19
+(``benchmarks/on_gpu/kernels.jsonl``): kept bytes are exact, workspaces of more than 300 MB are right to 10 %, smaller
+ones are up to 45 % below the measured size.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ KINDS = (
     "activation gradient",
     "optimizer temporary",
 )
-"""Purposes of memory. ``parameter`` is the rank's shards and what it holds whole; ``gathered`` is other ranks' shards
+"""Purposes of memory. ``parameter`` is the rank's shards and whole parameters; ``gathered`` is other ranks' shards
 and copies in the compute dtype; ``recomputed`` is what activation checkpointing computes again; ``activation gradient``
-includes the temporaries of backward, and ``optimizer temporary`` those of clipping and averaging; ``ema`` is averaged
-weights."""
+includes temporaries of backward, and ``optimizer temporary`` includes temporaries of clipping and averaging; ``ema`` is
+averaged weights."""
 
 COPIES = TO_DEVICE, TO_CPU = ("offload::to_device", "offload::to_cpu")
 """Operators that copy a unit's shards from CPU memory, and its gradients to it, with ``cpu_offload``."""

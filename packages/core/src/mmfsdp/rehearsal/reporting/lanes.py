@@ -12,7 +12,7 @@ from mmfsdp.rehearsal.timing.streams import STREAMS, Span
 __all__ = ["STYLE", "spent_tables", "stream_lanes", "time_sentence"]
 
 _MOST = 400  # spans of a stream; neighbours are joined until there are fewer
-_ROWS = 12  # units of which the communication is not hidden
+_ROWS = 12  # units whose communication is not hidden
 
 
 def time_sentence(time: StepTime) -> str:
@@ -84,7 +84,7 @@ def _boxes(spans: Sequence[Span], longest: float) -> Iterator[str]:
 
 
 def _joined(spans: Sequence[Span], longest: float) -> list[Span]:
-    """Return at most `_MOST` spans: neighbours nearer than a pixel are joined, then those of twice that, and so on."""
+    """Return at most `_MOST` spans: join neighbours nearer than a pixel, then nearer than two, four, and so on."""
     near = longest / 2000
     found = [*spans]
     while len(found) > _MOST:

@@ -40,8 +40,8 @@ def treemap(root: Node, scale: float = 1.0) -> str:
 
     Args:
         root: The model.
-        scale: The height, as a part of that of the highest treemap on the page: apart from titles, equal areas are
-            equal bytes.
+        scale: The height, as a share of the highest treemap's on the page: apart from titles, equal areas are equal
+            bytes.
     """
     total = root.total("held").total()
     items = _items(root, 0, total)

@@ -1,1 +1,1 @@
-"""Running a step of training on fake tensors, as a training loop runs it."""
+"""Runs a step of training on fake tensors, as a training loop runs it."""

@@ -202,7 +202,7 @@ def _run(model: nn.Module, step: TrainingStep, target: Target, once: bool, recip
 
 
 def _gather_once(module: nn.Module) -> None:
-    """Let FSDP2 make what it keeps from step to step."""
+    """Let FSDP2 allocate the buffers that it keeps from step to step."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()

@@ -141,7 +141,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
     """Call a model with a batch: a mapping gives keyword arguments, a tuple or list positional ones.
 
     Raises:
-        RehearsalError: The model's forward does not take such arguments; says what it takes.
+        RehearsalError: The model's forward does not take such arguments; the error lists those it takes.
     """
     named = dict(batch) if isinstance(batch, Mapping) else {}
     placed = tuple(batch) if isinstance(batch, tuple | list) else () if named else (batch,)

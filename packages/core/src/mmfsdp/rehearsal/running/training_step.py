@@ -30,7 +30,7 @@ class TrainingStep:
     step: Callable[[nn.Module, Any, Any], Any] | None = None
     """Takes a whole step instead, of a model that has its own; see `mmfsdp.prove`."""
     evaluate: Callable[[nn.Module, Any], Any] | None = None
-    """Evaluates the model; that of a config takes a batch of the config's own, not the one it is given."""
+    """Evaluates the model. A config's evaluation uses the config's own batch, not the one it is given."""
     optimizer: str | Callable[[Iterable[torch.Tensor]], Any] | None = None
     """The optimizer's name, or what makes it for the sharded parameters: several, if there is a ``step``. None for the
     plan's, or AdamW."""

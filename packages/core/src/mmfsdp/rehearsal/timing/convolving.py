@@ -19,11 +19,11 @@ _NORMS = _NORM, _NORM_BACKWARD = "aten::native_batch_norm", "aten::native_batch_
 _DENSE, _DENSE_BACKWARD = 0.74, 0.5
 """How fast dense convolutions are beside products of matrices, forward and backward."""
 _FULL = 0.95
-"""Share of the peak in float32 that is not rounded instead of that of products, before these factors."""
+"""Share of the peak in unrounded float32, instead of `Device.products`, before these factors."""
 _FILLING = 60.0
 """Channels at which they reach half of that."""
 _AGAIN = 1.7
-"""How often backward moves what it reads and writes: the gradients of input and weight are two kernels."""
+"""How often backward moves its inputs and outputs: the gradients of input and weight are two kernels."""
 _IMAGES = 0.028
 """Share of the peak in bfloat16, whatever the dtype, of a convolution with the colours of an image as channels."""
 _COLOURS = 4

@@ -56,7 +56,7 @@ def target_of(device: str | Device | None, device_type: str | None) -> tuple[Dev
 
     Args:
         device: See `device_of`.
-        device_type: ``'cuda'``, ``'cpu'`` or another type of torch; None for that of the device.
+        device_type: ``'cuda'``, ``'cpu'`` or another type of torch; None for the device's own.
 
     Raises:
         ConfigError: There is no such device, or it is of another type.
@@ -93,7 +93,7 @@ def write_device(device: Device, path: str | Path) -> None:
 
 
 def _lines(table: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a table, those of the tables in it last."""
+    """Yield the lines of a table, nested tables last."""
     for name, value in values.items():
         if not isinstance(value, Mapping) and value is not None:
             yield f"{json.dumps(name)} = {json.dumps(value)}"

@@ -74,7 +74,7 @@ class Device:
     """Length of the shortest side of a product of matrices in bfloat16 at which it reaches half of `products`; in other
     dtypes it is shorter or longer as their peaks are lower or higher."""
     short: float = 0.0
-    """Rows at which attention reaches half of what it reaches at any length; shares are meant for 2,048 or more."""
+    """Rows at which attention reaches half of its highest speed; its shares are for 2,048 rows or more."""
     alone: float = 1.0
     """How many times as fast products are in a step on one rank: nothing is sent beside them, and no other device takes
     its share of power."""

@@ -48,10 +48,10 @@ class StepTime:
     flops: int
     """Floating-point operations of the rank."""
     utilization: float
-    """Share of the device's peak that these are, each in its dtype; recomputed ones count."""
+    """Share of the device's peak that they reach, each in its dtype; recomputed ones count."""
     model_utilization: float
     """The same without recomputed ones: model FLOPs utilization (MFU) as in appendix B of https://arxiv.org/abs/2204.02311,
-    but for attention, of which what a causal mask hides does not count here."""
+    except that attention behind a causal mask does not count here."""
     spans: tuple[Span, ...]
     """The operations of each stream, with their times."""
 

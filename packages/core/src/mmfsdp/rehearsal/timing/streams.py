@@ -56,7 +56,7 @@ class Replay:
 
     Attributes:
         free: When each stream has done its work.
-        cpu: When the CPU has issued what it had to.
+        cpu: When the CPU has issued all its work.
         exposed: Seconds for which computing waits for a unit's communication.
         spent: Seconds by what computing spends them on.
     """

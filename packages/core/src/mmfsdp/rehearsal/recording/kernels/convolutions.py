@@ -19,15 +19,15 @@ _IMAGE = 4  # channels of an image, which is read as it is
 
 
 def convolution_bytes(name: str, args: Any, result: Any) -> int:
-    """Return the bytes that a convolution, or its backward, needs on the CPU for a moment; 0 for other operators.
+    """Return the scratch bytes that a convolution or its backward needs on the CPU; 0 for other operators.
 
     As measured on torch 2.13 with oneDNN 3.12 and one thread. With AMX, which ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16``
     turns off, oneDNN holds more in 16 bits: up to 0.4 MB for buffers, and another output of a 1 x 1 kernel.
 
-    Tensors are reordered into blocks of 16 channels (8 without AVX-512), the channels padded to whole blocks: forward
-    holds such copies of the input, the weight and the output, backward those of the gradient and the input. What is
-    channels-last needs no copies, and so does a 1 x 1 convolution of a small batch in float32. Inputs in no order that
-    the kernel reads, such as transposed ones of one dimension, are copied before.
+    oneDNN reorders tensors into blocks of 16 channels (8 without AVX-512), and pads the channels to whole blocks.
+    Forward holds such copies of the input, the weight and the output; backward, of the gradient and the input.
+    Channels-last tensors need no copies, nor does a 1 x 1 convolution of a small batch in float32. Inputs in an order
+    that the kernel does not read, such as transposed ones of one dimension, are copied first.
 
     Backward makes the gradient of the weight in blocks of the channels of a group: a depthwise one in channels-last
     order, whose groups have one channel, is 256 times as large as the weight, unless its kernel is at most three
@@ -40,7 +40,7 @@ def convolution_bytes(name: str, args: Any, result: Any) -> int:
     Args:
         name: The operator's name in its schema.
         args: Its positional arguments.
-        result: What it returned.
+        result: Its result.
     """
     if name == "aten::convolution":
         inputs, weight, _, stride, _, _, is_transposed, _, groups = args
@@ -83,7 +83,7 @@ def _backward_bytes(
     *,
     is_first: bool,
 ) -> int:
-    """Return what backward holds; that of the first convolution makes no gradient of its input."""
+    """Return the bytes that backward holds; the first convolution's makes no gradient of its input."""
     last, columns = _is_channels_last(inputs), weight.shape[-1]
     is_narrow, is_strided = _is_narrow(weight, groups), any(step != 1 for step in stride)
     is_rounded, is_image = weight.element_size() == 2, _is_image(inputs)

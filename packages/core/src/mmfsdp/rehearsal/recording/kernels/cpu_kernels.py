@@ -1,4 +1,4 @@
-"""Memory that the CPU's kernels take for a moment beside their results. Pure."""
+"""Scratch memory that the CPU's kernels take beside their results. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _TO_REAL, _TRANSFORMS = "aten::_fft_c2r", ("aten::_fft_c2c", "aten::_fft_r2c")
 
 
 def cpu_scratch_bytes(name: str, args: Any, result: Any) -> int:
-    """Return the bytes that an operator needs on the CPU for a moment, beyond its results.
+    """Return the scratch bytes that an operator needs on the CPU, beyond its results.
 
     Args:
         name: The operator's name in its schema.
         args: Its positional arguments.
-        result: What it returned.
+        result: Its result.
     """
     if name in _PROMOTED:
         return _converted_bytes(args)
@@ -56,9 +56,9 @@ def cpu_scratch_bytes(name: str, args: Any, result: Any) -> int:
 
 
 def _converted_bytes(args: Any) -> int:
-    """Return the bytes of the operands that are converted before a pointwise operator, as a mask that is multiplied.
+    """Return the bytes of operands that are converted before a pointwise operator, such as a mask in a product.
 
-    A kernel of the CPU takes one dtype, unlike those of CUDA, which convert what they read
+    A CPU kernel takes one dtype, whereas CUDA kernels convert what they read
     (aten/src/ATen/TensorIterator.cpp, ``compute_types``).
     """
     whole = [tensor for tensor in tensors_in(args[:2]) if tensor.dim()]

@@ -16,7 +16,7 @@ _ELEMENTWISE = {
     "aten::_foreach_div", "aten::_foreach_lerp", "aten::_foreach_mul", "aten::_foreach_neg",
     "aten::_foreach_reciprocal", "aten::_foreach_sign", "aten::_foreach_sqrt", "aten::_foreach_sub",
 }  # fmt: skip
-"""Operators that return new tensors like those of their first list, for floating-point numbers of one dtype."""
+"""Operators that return new tensors like the ones in their first list, for floating-point numbers of one dtype."""
 
 
 def on_shards(func: Any, args: Any) -> list[Any] | None:
@@ -60,7 +60,7 @@ def as_shards(func: Any, args: Any, result: Any) -> Any:
     Args:
         func: The operator, an overload.
         args: The positional arguments before.
-        result: What it returned.
+        result: Its result.
     """
     if func._schema.name not in _ELEMENTWISE:
         return args[0] if func._schema.returns else None
@@ -70,7 +70,7 @@ def as_shards(func: Any, args: Any, result: Any) -> Any:
 def one_by_one(func: Any, args: Any, kwargs: Any) -> list[list[Any]] | None:
     """Return the arguments of a foreach operator for one tensor after the other.
 
-    On fake tensors a list takes as long as each of its tensors, most of which are like others.
+    On fake tensors a list takes as long as all its tensors one by one, and most of them are alike.
 
     Args:
         func: The operator, an overload.

@@ -29,7 +29,7 @@ class Kernel:
         size: Number of elements that it goes over.
         nodes: The nodes whose values others may need, in order; what only they need is computed within.
         reads: The nodes whose values it reads from memory.
-        written: Those of the nodes whose values it writes to memory.
+        written: The nodes whose values it writes to memory.
     """
 
     size: int
@@ -144,7 +144,7 @@ def _is_other(node: Node) -> bool:
 
 
 def _size(node: Node) -> int:
-    """Return the number of elements that a node's loop goes over: of a reduction, those of its input."""
+    """Return the number of elements that a node's loop goes over: for a reduction, the elements of its input."""
     of = _base(node.all_input_nodes[0]) if _is_reduction(node) else node
     value: Any = of.meta["val"]
     return int(value.numel()) if isinstance(value, torch.Tensor) else 0

@@ -23,7 +23,7 @@ def kept_loss_bytes(name: str, args: Any, result: Any) -> int:
 
 
 def loss_bytes(name: str, args: Any, result: Any) -> int:
-    """Return the bytes that a loss, or its backward, takes for a moment; 0 for other operators."""
+    """Return the scratch bytes of a loss or its backward; 0 for other operators."""
     if name == _CTC_BACKWARD:
         return int(args[6].nbytes)
     return int(args[0].nbytes) if name in _HOLD and not result.dim() else 0

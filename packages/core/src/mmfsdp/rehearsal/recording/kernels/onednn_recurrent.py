@@ -1,7 +1,7 @@
-"""Layers of an LSTM as oneDNN computes them on the CPU: what one keeps for backward, and what it takes for a moment.
+"""LSTM layers as oneDNN computes them on the CPU: the bytes that a layer keeps for backward, and its scratch memory.
 
-oneDNN says neither, and torch's fake kernel returns an empty workspace. The sizes are those that torch 2.9, 2.13 and
-2.15 ask for on AVX-512 (oneDNN's src/cpu/rnn/rnn_utils.cpp lays the parts out).
+oneDNN reports neither, and torch's fake kernel returns an empty workspace. torch 2.9, 2.13 and 2.15 ask for these sizes
+on AVX-512 (oneDNN's src/cpu/rnn/rnn_utils.cpp lays the parts out).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_workspace(args: Any, result: Any) -> Any:
 
 
 def lstm_bytes(name: str, args: Any) -> int:
-    """Return the bytes that a layer, or its backward, needs for a moment; 0 for other operators. Pure.
+    """Return the scratch bytes of a layer or its backward; 0 for other operators. Pure.
 
     Weights are copied with padded rows, and backward makes their gradients so. In float32 the gates of the whole
     sequence are computed at once; in 16 bits backward converts the gradient of the output to float32.

@@ -1,4 +1,4 @@
-"""Memory that an accelerator's kernels take for a moment beside their results."""
+"""Scratch memory that an accelerator's kernels take beside their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST = 14 * 14  # positions of an output whose weight has its gradient compu
 
 
 def accelerator_scratch_bytes(capability: tuple[int, int] | None, name: str, args: Any, result: Any) -> int:
-    """Return the bytes that an operator needs on a GPU for a moment, beyond its results. Pure.
+    """Return the scratch bytes that an operator needs on a GPU, beyond its results. Pure.
 
     The backward of fused attention in 16 bits adds up the gradient of the query in float32, and holds one number for
     each row; for grouped queries it also makes the gradients of keys and values per head of the query
@@ -41,7 +41,7 @@ def accelerator_scratch_bytes(capability: tuple[int, int] | None, name: str, arg
         capability: The device's compute capability; None if it is not known.
         name: The operator's name in its schema.
         args: Its positional arguments.
-        result: What it returned.
+        result: Its result.
     """
     if name == QUANTIZED_PRODUCT:
         return int(args[2][0] * args[2][1] * args[0].element_size())
@@ -102,7 +102,7 @@ def _power(number: int, most: int) -> int:
 
 
 def _cudnn_convolution_bytes(name: str, args: Any, result: Any) -> int:
-    """Return the bytes that a convolution, or its backward, is expected to need on a GPU for a moment; 0 for others.
+    """Return the scratch bytes that a convolution or its backward should need on a GPU; 0 for other operators.
 
     cuDNN computes in the order of channels-last. In the usual order forward holds such copies of the input, the weight
     and the output, and backward of the gradient, the input and the weight, in 16 bits with channels padded to eight. A
@@ -117,7 +117,7 @@ def _cudnn_convolution_bytes(name: str, args: Any, result: Any) -> int:
     Args:
         name: The operator's name in its schema.
         args: Its positional arguments.
-        result: What it returned.
+        result: Its result.
     """
     if name == "aten::convolution":
         inputs, weight, _, stride, _, dilation, _, _, groups = args
@@ -150,7 +150,7 @@ def _spectrum_bytes(inputs: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 def _winograd_bytes(grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> int:
-    """Return what the gradient of a weight takes, which is more than that of the input does."""
+    """Return the scratch bytes of a weight's gradient, which takes more than the input's."""
     made, taken = weight.shape[:2]
     tiles = inputs.shape[0] * prod(-(-length // 4) for length in grad.shape[2:])
     return int(36 * (tiles * (made + taken) + made * taken) * weight.element_size())
