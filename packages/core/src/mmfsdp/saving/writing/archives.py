@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import location_tag
 
 from mmfsdp.checkpoint.entries import TensorEntry
+from mmfsdp.checkpoint.formats.per_rank.rank_local import rank_header
 from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import Archive, archive_of
+from mmfsdp.checkpoint.layout import PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
-from mmfsdp.saving.writing.memory import entry_in_memory
+from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
 from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
 from mmfsdp.saving.writing.replica_shares import share_of
 
-__all__ = ["plan_live", "write_archive", "write_own_part", "write_rank_file"]
+__all__ = ["Placeholders", "plan_live", "write_archive", "write_own_part", "write_rank_file"]
 
 
 def plan_live(content: Any, others: Mapping[int, TensorEntry] | None = None) -> Archive:
@@ -41,6 +43,34 @@ def plan_live(content: Any, others: Mapping[int, TensorEntry] | None = None) -> 
     pickler = _Pickler(others or {})
     pickler.dump(content)
     return archive_of(pickler.file.getvalue(), pickler.storages)
+
+
+class Placeholders:
+    """Stand for tensors in an archive: memory that is never touched, so that a pickle has their shapes, and no data."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, TensorEntry] = {}
+        """What is written instead of their own bytes, by the address of the storage; see `plan_live`."""
+        self._known: dict[Hashable, torch.Tensor] = {}
+
+    def of(
+        self, local: torch.Tensor, shape: Sequence[int] | None = None, entry: TensorEntry | None = None
+    ) -> torch.Tensor:
+        """Return a tensor in CPU memory; the same one for the same memory, so that tied tensors stay tied.
+
+        Args:
+            local: What this rank holds.
+            shape: The shape to write; that of ``local`` by default.
+            entry: The tensor to write; ``local`` by default.
+        """
+        shape = tuple(local.shape if shape is None else shape)
+        address = local.data_ptr() if local.numel() else object()
+        key = (address, local.dtype, shape, local.shape, local.stride())
+        if key not in self._known:
+            self._known[key] = made = torch.empty(shape, dtype=local.dtype)
+            whole = (0,) * len(shape), shape
+            self.entries[made.untyped_storage()._cdata] = entry or entry_in_memory("", local, shape, whole)
+        return self._known[key]
 
 
 class _Pickler(pickle.Pickler):
@@ -107,7 +137,7 @@ def write_rank_file(save: DirectorySave, content: Mapping[str, Any], mesh: Devic
     """
     path = save.temporary / f"rank{save.rank}.pth"
     with as_checkpoint_error(save.target / path.name):
-        return {path.name: write_archive(_localised(content, save, mesh), path)}
+        return {path.name: write_file(path, _plan_rank(content, save, mesh))}
 
 
 def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, save_id: str, rank: int) -> FileEntry:
@@ -124,14 +154,15 @@ def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, sav
         StateDictError: A tensor lies on other ranks than the mesh.
     """
     save = DirectorySave(path, path, save_id, rank, mesh.size(), overwrite=True)
-    return write_archive(_localised(content, save, mesh, own_all=True), path)
+    return write_file(path, _plan_rank(content, save, mesh, own_all=True))
 
 
-def _localised(
+def _plan_rank(
     content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh, *, own_all: bool = False
-) -> dict[str, Any]:
+) -> PlannedFile:
     boxes: dict[str, dict[str, Any]] = {}
     written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
+    placeholders = Placeholders()
 
     def localise(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -153,20 +184,8 @@ def _localised(
             boxes[path] = box
         if not is_own and local.dim():
             return local.new_empty((0, *local.shape[1:]), device="cpu")
-        local = local.detach().cpu()
-        # A shard is a view into padded memory; torch.save would write all of it.
-        if local.untyped_storage().nbytes() != local.numel() * local.element_size():
-            local = local.clone()
-        return local
+        return placeholders.of(local) if is_plain(local) else local.detach().cpu()
 
     tree = map_leaves(dict(content), localise)
-    header = {
-        "format": "rank_local",
-        "version": 1,
-        "world_size": save.world_size,
-        "rank": save.rank,
-        "save_id": save.save_id,
-        "mesh": list(mesh.shape),
-        "tensors": boxes,
-    }
-    return {**tree, "mmfsdp": header}
+    header = rank_header(boxes, save.rank, tuple(mesh.shape), save.save_id)
+    return plan_live({**tree, "mmfsdp": header}, placeholders.entries).as_file(f"rank{save.rank}.pth")

@@ -22,7 +22,7 @@ from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.dtensors import box_of, placements_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.archives import plan_live
-from mmfsdp.saving.writing.memory import entry_in_memory
+from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
 from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
 from mmfsdp.saving.writing.replica_shares import share_of
@@ -163,13 +163,6 @@ def _given_out(own: _Own, scope: Scope) -> dict[str, tuple[Keys, TensorEntry, Bo
 def is_on(value: Any, mesh: DeviceMesh) -> bool:
     """Tell whether a value is a DTensor on the ranks of a mesh, in their order."""
     return isinstance(value, DTensor) and torch.equal(value.device_mesh.mesh.flatten(), mesh.mesh.flatten())
-
-
-def is_plain(value: Any) -> bool:
-    """Tell whether a value is a tensor whose elements are its bytes, and not of a class that holds other tensors."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
-    )
 
 
 def _named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:

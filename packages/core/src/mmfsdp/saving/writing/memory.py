@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
 
-__all__ = ["LiveTensor", "Memory", "bytes_of", "copy_into", "entry_in_memory", "live_entry"]
+__all__ = ["LiveTensor", "Memory", "bytes_of", "copy_into", "entry_in_memory", "is_plain", "live_entry"]
 
 
 class Memory(RemoteLike):
@@ -101,6 +101,13 @@ def entry_in_memory(name: str, tensor: torch.Tensor, shape: Iterable[int], box: 
     nbytes = tensor.numel() * tensor.element_size()
     chunk = Chunk(cast(Path, Memory(tensor)), 0, nbytes, *box)
     return TensorEntry(name, canonical_dtype(tensor.dtype), tuple(shape), (chunk,))
+
+
+def is_plain(value: Any) -> TypeGuard[torch.Tensor]:
+    """Tell whether a value is a tensor whose elements are its bytes, and not of a class that holds other tensors."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

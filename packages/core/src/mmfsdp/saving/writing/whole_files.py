@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mmfsdp.basics.descriptors import is_remote
-from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.atomic import atomic_output
 from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.layout import PlannedFile
@@ -25,7 +24,7 @@ from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import Store
-from mmfsdp.saving.writing.archives import plan_live
+from mmfsdp.saving.writing.archives import Placeholders, plan_live
 from mmfsdp.saving.writing.embedded_sums import embed_sums
 from mmfsdp.saving.writing.memory import live_entry
 from mmfsdp.saving.writing.pieces import Share
@@ -169,19 +168,12 @@ def _published(target: Path, overwrite: bool) -> Iterator[Path]:
 
 def _planned(content: Mapping[str, Any]) -> PlannedFile:
     """Plan the file. Names that share the memory of a shard, such as tied weights, share that of the file."""
-    wholes: dict[Any, torch.Tensor] = {}  # memory that is never touched
-    others: dict[int, TensorEntry] = {}
+    placeholders = Placeholders()
 
     def whole(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        local = leaf.to_local()
-        known = (local.data_ptr(), leaf.dtype, leaf.shape, leaf.placements) if local.numel() else path
-        if known not in wholes:
-            wholes[known] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            others[wholes[known].untyped_storage()._cdata] = live_entry(path, leaf)
-        return wholes[known]
+        is_shard = isinstance(leaf, DTensor)
+        return placeholders.of(leaf.to_local(), leaf.shape, live_entry(path, leaf)) if is_shard else leaf
 
     keys = [key for key, value in content.items() if find_leaves(value, DTensor)]  # others keep the types they have
     mapped = {key: map_leaves({key: value}, whole)[key] if key in keys else value for key, value in content.items()}
-    return plan_live(mapped, others).as_file("")
+    return plan_live(mapped, placeholders.entries).as_file("")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from mmfsdp.checkpoint.manifest_search import check_size, find_save
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves, unique_name
 from mmfsdp.errors import CorruptCheckpointError, FormatError, IncompleteCheckpointError
 
-__all__ = ["plan_write", "read"]
+__all__ = ["plan_write", "rank_header", "read"]
 
 _MAX_RANKS = 1_000_000  # more is damage, or malice
 
@@ -342,13 +342,25 @@ def _plan_rank(
         return leaf
 
     content = map_leaves(tree, localise)
-    content["mmfsdp"] = {
+    content["mmfsdp"] = rank_header(boxes, rank, (ranks.replicas, ranks.shards), save_id)
+    return plan_file(f"rank{rank}.pth", content, held)
+
+
+def rank_header(boxes: Mapping[str, Mapping[str, Any]], rank: int, mesh: Sequence[int], save_id: str) -> dict[str, Any]:
+    """Return what a rank's file says under ``'mmfsdp'``.
+
+    Args:
+        boxes: By path, shape and offsets of each tensor, and where they are known placements and replica.
+        rank: The rank.
+        mesh: Ranks per mesh dimension.
+        save_id: Identifies the save.
+    """
+    return {
         "format": "rank_local",
         "version": 1,
-        "world_size": ranks.count,
+        "world_size": math.prod(mesh),
         "rank": rank,
         "save_id": save_id,
-        "mesh": [ranks.replicas, ranks.shards],
-        "tensors": boxes,
+        "mesh": list(mesh),
+        "tensors": dict(boxes),
     }
-    return plan_file(f"rank{rank}.pth", content, held)
