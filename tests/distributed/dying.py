@@ -98,8 +98,9 @@ def play(store: dist.Store, folder: Path, what: str, kind: str, victim: int, sha
         left = sorted(entry.name for entry in path.parent.iterdir())
         return {**said, "left": left, "loaded": outcome(mmfsdp.load_checkpoint, path, model)}
     good = folder / name
+    mmfsdp.save_checkpoint(good, model, optimizer, kind=kind)  # the first one also makes what is kept for all others
     with Calls() as calls:
-        mmfsdp.save_checkpoint(good, model, optimizer, kind=kind)
+        mmfsdp.save_checkpoint(good, model, optimizer, kind=kind, overwrite=True)
     if what == "load":
         with Calls() as calls:
             mmfsdp.load_checkpoint(good, model, optimizer)
