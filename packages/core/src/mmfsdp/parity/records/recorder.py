@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 from mmfsdp.errors import ConfigError
 from mmfsdp.parity.records.activations import Batch, Order
-from mmfsdp.parity.records.clipping import watch_clipping
 from mmfsdp.parity.records.naming import units_of, unwrapped
 from mmfsdp.parity.records.parameters import Parameters, optimizers_of
 from mmfsdp.parity.records.step_record import StepRecord
@@ -26,6 +26,10 @@ from mmfsdp.parity.records.writing import Writer
 from mmfsdp.planning.compiled import is_compiled
 
 __all__ = ["Order", "Recording", "recording"]
+
+_CLIP = "clip_grad_norm_"
+_CLIPPERS = ("torch.nn.utils", "torch.nn.utils.clip_grad", "mmfsdp")
+"""Modules in which loops look it up."""
 
 
 @contextmanager
@@ -129,7 +133,7 @@ class Recording:
             for each in self._optimizers:
                 hooks.callback(each.register_step_pre_hook(partial(self._begin_update, each)).remove)
                 hooks.callback(each.register_step_post_hook(partial(self._end_update, each)).remove)
-            hooks.enter_context(watch_clipping(self.before_clipping, self.norm))
+            hooks.enter_context(_watch_clipping(self.before_clipping, self.norm))
             self._stack = hooks.pop_all()
 
     @property
@@ -284,3 +288,43 @@ def _perturb_inputs(model: nn.Module, seed: int) -> Iterator[None]:
 
 def _autocasts(value: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(value.device.type)
+
+
+@contextmanager
+def _watch_clipping(before: Callable[[], None], after: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call functions around ``clip_grad_norm_`` of torch and of mmfsdp, wherever a loop calls it by its full name.
+
+    Args:
+        before: Is called before gradients are scaled.
+        after: Gets their norm.
+    """
+    inside = False
+
+    def watched(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(clip)
+        def clip_and_tell(*args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal inside
+            if inside:  # ours may call torch's
+                return clip(*args, **kwargs)
+            inside = True
+            try:
+                before()
+                norm = clip(*args, **kwargs)
+                after(norm)
+            finally:
+                inside = False
+            return norm
+
+        return clip_and_tell
+
+    replaced = []
+    for name in _CLIPPERS:
+        module = sys.modules.get(name)
+        if module is not None and (clip := getattr(module, _CLIP, None)) is not None:
+            setattr(module, _CLIP, watched(clip))
+            replaced.append((module, clip))
+    try:
+        yield
+    finally:
+        for module, clip in reversed(replaced):
+            setattr(module, _CLIP, clip)
