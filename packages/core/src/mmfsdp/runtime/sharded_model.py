@@ -83,8 +83,8 @@ class ShardedModel:
         unreduced: Whether the gradients of the last backward were not reduced.
         whole_params: Parameters that every rank holds whole.
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
-            module that owns the parameter, and its own name, each with whether this rank shows it. The same places on
-            every rank.
+            module that owns the parameter, and its own name, each with whether this rank shows it. The keys are
+            the same on every rank.
         lost_writes: Notices what is written to gathered parameters in the first steps; None after them, with engine
             ``fsdp1``, and where nothing is trained, as in a rehearsal.
         is_graph_checked: Whether the graph of a training forward was searched for shards (`check_graph_inputs`).

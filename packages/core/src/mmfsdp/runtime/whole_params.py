@@ -72,8 +72,8 @@ def whole_params_in(state: ShardedModel, module: nn.Module, how: Showing) -> Ite
         )
     if how.with_grads:
         state.check_reduced("Gradients are about to be made whole")
-    places, showing = state.engine.show_whole(state, module, how)
-    marks = {(id(owner), name) for owner, name in places}
+    owners, showing = state.engine.show_whole(state, module, how)
+    marks = {(id(owner), name) for owner, name in owners}
     if marks & state.shown.keys():
         raise ShardStateError("These parameters are whole already. Leave the enclosing context first.")
     keep = not how.rank0_only or rank_in(state.mesh) == 0
@@ -90,13 +90,13 @@ def show_dtensors(
 ) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
     """See `mmfsdp.runtime.engine.Engine.show_whole`."""
     state.before_writing()  # an evaluation leaves units gathered
-    places = _places(state, module, how.recurse)
-    return places, _dtensors_shown(state, places, how)
+    owners = _find_owners(state, module, how.recurse)
+    return owners, _dtensors_shown(state, owners, how)
 
 
 @contextmanager
-def _dtensors_shown(state: ShardedModel, places: list[tuple[nn.Module, str]], how: Showing) -> Iterator[None]:
-    shards = [(owner, name, owner._parameters[name]) for owner, name in places]
+def _dtensors_shown(state: ShardedModel, owners: list[tuple[nn.Module, str]], how: Showing) -> Iterator[None]:
+    shards = [(owner, name, owner._parameters[name]) for owner, name in owners]
     distinct: dict[int, Any] = {id(shard): shard for _, _, shard in shards}
     keep = not how.rank0_only or rank_in(state.mesh) == 0
     whole: dict[int, nn.Parameter] = {}
@@ -118,7 +118,7 @@ def _dtensors_shown(state: ShardedModel, places: list[tuple[nn.Module, str]], ho
                 _write_back(whole[key], shard, how.with_grads)
 
 
-def _places(state: ShardedModel, module: nn.Module, recurse: bool) -> list[tuple[nn.Module, str]]:
+def _find_owners(state: ShardedModel, module: nn.Module, recurse: bool) -> list[tuple[nn.Module, str]]:
     """Return where sharded parameters are registered, or were before they were shown: owners with own names."""
     if recurse:
         candidates = [(owner, name) for owner in module.modules() for name in owner._parameters]

@@ -121,9 +121,9 @@ def has_piece_of(flat: Any, wanted: Sequence[bool]) -> bool:
     return any(info.in_shard for info, is_wanted in zip(flat._shard_param_infos, wanted, strict=True) if is_wanted)
 
 
-def clear_gradient_of(flat: Any, place: int) -> None:
+def clear_gradient_of(flat: Any, index: int) -> None:
     """Set this rank's piece of a parameter's gradient to zero, if there is a flat gradient that was reduced."""
-    info = flat._shard_param_infos[place]
+    info = flat._shard_param_infos[index]
     if info.in_shard and flat.grad is not None and flat.grad.shape == flat._local_shard.shape:
         flat.grad.narrow(0, info.offset_in_shard, info.numel_in_shard).zero_()
 

@@ -186,7 +186,7 @@ def around_flat_forward(
 ) -> None:
     """Replace what runs before each gathering by ``wrap(replaced, it)``.
 
-    ``replaced()`` returns the FQNs of parameters in whose place modules have other tensors than torch put there.
+    ``replaced()`` returns the FQNs of parameters for which modules have other tensors than torch put there.
     """
     for start, unit in _units(module):
         handle: Any = unit._handle
@@ -200,8 +200,8 @@ def _replaced_in(start: str, handle: Any) -> list[str]:
     if not handle._use_orig_params:
         registered = handle._fully_sharded_module._parameters.get("_flat_param")
         return [] if registered is flat else [f"{start}_flat_param"]
-    places = zip(flat._param_infos, flat._params, flat._fqns, strict=True)
-    return [start + fqn for info, param, fqn in places if info.module._parameters.get(info.param_name) is not param]
+    infos = zip(flat._param_infos, flat._params, flat._fqns, strict=True)
+    return [start + fqn for info, param, fqn in infos if info.module._parameters.get(info.param_name) is not param]
 
 
 def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:
@@ -210,12 +210,12 @@ def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:
     for start, unit in _units(module, repeat=True):
         flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
         shard = getattr(flat, "_local_shard", flat).detach()
-        for place, (fqn, where) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
+        for index, (fqn, where) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
             first, count = (where.offset_in_shard, where.numel_in_shard) if where.in_shard else (0, 0)
             pieces[start + fqn] = FlatPiece(
                 shard[first : first + count],
                 where.intra_param_start_idx if where.in_shard else 0,
-                flat._shapes[place],
+                flat._shapes[index],
             )
         for name, _, owner, first_name, _, first_owner in flat._shared_param_infos:
             alias, known = (

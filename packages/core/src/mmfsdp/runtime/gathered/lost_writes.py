@@ -57,8 +57,8 @@ class LostWrites(Subscriber):
         if (before := self._before.pop(id(group), None)) is None or not before.names:
             return
         after = _Gathered(group)
-        pairs = zip(before.names, before.places, after.places, strict=True)
-        self._moved.update(name for name, place, now in pairs if place != now)
+        pairs = zip(before.names, before.addresses, after.addresses, strict=True)
+        self._moved.update(name for name, address, now in pairs if address != now)
         first, second = before.sums, after.sums
         changed = (first != second) & ~(first.isnan() & second.isnan())
         if (known := self._changed.get(id(group))) is not None:
@@ -105,7 +105,7 @@ class _Gathered:
 
     Attributes:
         names: FQNs; before the first forward of the root its parameters have none yet.
-        places: Addresses.
+        addresses: Where the copies begin in memory.
         sums: Sums in float32.
     """
 
@@ -113,7 +113,7 @@ class _Gathered:
     def __init__(self, group: Group) -> None:
         found = [(name, _plain(value)) for name, value in gathered_values(group)]
         self.names = [name for name, _ in found]
-        self.places = [value.data_ptr() for _, value in found]
+        self.addresses = [value.data_ptr() for _, value in found]
         self.sums = torch.stack([_sum(value) for _, value in found]) if found else torch.zeros(0)
 
 

@@ -72,7 +72,7 @@ class GradientAgreement(Subscriber):
         self._backward: int | None = None
         self._unread: deque[tuple[Message, bytes]] = deque()
         self._count = len(whole)
-        self._first: dict[int, int] = {}  # by id of a group: the place of its first parameter in the message
+        self._first: dict[int, int] = {}  # by id of a group: the index of its first parameter in the message
         for group in groups:
             self._first[id(group)] = self._count
             self._count += len(list(shards_of(group)))
@@ -127,45 +127,45 @@ class GradientAgreement(Subscriber):
     def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
         known = self._missing.get(first)
         if known is None:  # a gradient of an earlier backward is kept
-            self._missing[first] = {place: shards[place] for place in missing if shards[place].grad is None}
+            self._missing[first] = {index: shards[index] for index in missing if shards[index].grad is None}
         else:  # a unit that ran several times is reduced as often
-            self._missing[first] = {place: known[place] for place in missing if place in known}
+            self._missing[first] = {index: known[index] for index in missing if index in known}
 
     def _note(self, *step: int) -> None:
         self._sequence = hash((self._sequence, *step))  # numbers have the same hash in every process
 
     def _finish(self) -> None:
-        missing = [(first + place, shard) for first, found in self._missing.items() for place, shard in found.items()]
+        missing = [(first + index, shard) for first, found in self._missing.items() for index, shard in found.items()]
         self._missing = {}
         if not self._rank_groups:
             for _, shard in missing:
                 shard.grad = None
             return
         whole = self._live_whole() if self._is_reduced() else []
-        lacking = [place for place, param in whole if param.grad is None]
+        lacking = [index for index, param in whole if param.grad is None]
         self.check()
         while len(self._unread) >= _MOST_UNREAD:
             self._read()
-        self._send([*lacking, *(place for place, _ in missing)])
+        self._send([*lacking, *(index for index, _ in missing)])
         self._average(whole)
         if not missing and not lacking:
             return
         used = b""
         while self._unread:  # this backward's message is the last
             used = self._read()
-        for place, shard in missing:
-            if not used[place]:
+        for index, shard in missing:
+            if not used[index]:
                 shard.grad = None
-        for place, param in whole:
-            if not used[place]:
+        for index, param in whole:
+            if not used[index]:
                 param.grad = None
 
     def _send(self, unused: list[int]) -> None:
         digest = (self._sequence % 256**_DIGEST).to_bytes(_DIGEST, "little")
         self._sequence = 0
         content = bytearray(b"\1" * self._count + digest + bytes(255 - byte for byte in digest))
-        for place in unused:
-            content[place] = 0
+        for index in unused:
+            content[index] = 0
         self._unread.append((Message(content, self._device, self._rank_groups), digest))
 
     def _read(self) -> bytes:
@@ -199,8 +199,8 @@ class GradientAgreement(Subscriber):
                 param.grad = grad.copy_(mean.view_as(grad))
 
     def _live_whole(self) -> _Placed:
-        found = ((place, reference()) for place, reference in enumerate(self._whole))
-        return [(place, param) for place, param in found if param is not None and param.requires_grad]
+        found = ((index, reference()) for index, reference in enumerate(self._whole))
+        return [(index, param) for index, param in found if param is not None and param.requires_grad]
 
 
 class Message:

@@ -17,12 +17,12 @@ __all__ = ["broadcast_buffers", "keep_buffers_alike"]
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy the first rank's buffers to every rank of the mesh. Collective: every rank; one broadcast per device."""
     state = find_sharded_model(model)
-    places: dict[torch.device, list[torch.Tensor]] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for buffer in state.module.buffers():
         if buffer.numel():
-            places.setdefault(buffer.device, []).append(buffer)
+            by_device.setdefault(buffer.device, []).append(buffer)
     with torch.no_grad():
-        for buffers in places.values():
+        for buffers in by_device.values():
             joined = torch.cat([as_bytes(buffer.contiguous()) for buffer in buffers])
             broadcast_tensor(joined, state.mesh)
             sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]

@@ -101,19 +101,19 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
             own = self._whereabouts()
             judge.hear(self._scope.rank, own, monotonic())
             self._pulse.send([own.as_json(), None])
-            for place, told in self._pulse.receive(pause):
+            for rank, told in self._pulse.receive(pause):
                 if told == "left":
-                    left.add(place)
+                    left.add(rank)
                 elif told == GONE:
-                    gone.setdefault(place, monotonic())
+                    gone.setdefault(rank, monotonic())
                 else:
                     state, verdict = told
-                    judge.hear(place, Whereabouts(**state), monotonic())
+                    judge.hear(rank, Whereabouts(**state), monotonic())
                     if verdict:
                         self._tell(*verdict)
-            for place, since in gone.items():
-                if place not in left and monotonic() - since > _PATIENCE:
-                    self._send_verdict("end", f"{judge.describe(place)} It has ended, or failed.")
+            for rank, since in gone.items():
+                if rank not in left and monotonic() - since > _PATIENCE:
+                    self._send_verdict("end", f"{judge.describe(rank)} It has ended, or failed.")
             if gone or left:
                 continue
             if self._scope.is_first:

@@ -44,8 +44,8 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
         )
         return
     names = {id(module): clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in state.module.named_modules()}
-    places = traceback.walk_tb(error.__traceback__)
-    frames = [*zip(places, traceback.extract_tb(error.__traceback__), strict=True)][::-1]
+    calls = traceback.walk_tb(error.__traceback__)
+    frames = [*zip(calls, traceback.extract_tb(error.__traceback__), strict=True)][::-1]
     found = [
         (
             frame,
@@ -81,9 +81,9 @@ def _converted(state: ShardedModel) -> str | None:
 
 def _note(error: BaseException, state: ShardedModel, names: dict[int, str], read: list[str]) -> str:
     unit = next(unit for unit in state.plan.units if any(read[0] in _names_of(param) for param in unit.params))
-    place = unit.fqn or "(root)"
+    name = unit.fqn or "(root)"
     leave_out = (
-        f"change the wrap policy so that {place!r} is not a unit of its own "
+        f"change the wrap policy so that {name!r} is not a unit of its own "
         f"(exclude_wrap_modules=['{unit.class_name}'] in MMEngine's size policy)."
     )
     method = _entry(error, names, unit)
@@ -92,10 +92,10 @@ def _note(error: BaseException, state: ShardedModel, names: dict[int, str], read
         remedy = "Read them before that, or call the layer that holds them"
     else:
         why = "code other than the unit's forward reads them"
-        remedy = f"List the method ({method!r})" if method else f"Read them in a method of {place!r}, listed"
+        remedy = f"List the method ({method!r})" if method else f"Read them in a method of {name!r}, listed"
         remedy += " in sharding.forward_methods"
     what = ", ".join(map(repr, read))
-    return f"{what}, while the shard unit {place!r} was not gathered: {why}. {remedy}, or {leave_out}"
+    return f"{what}, while the shard unit {name!r} was not gathered: {why}. {remedy}, or {leave_out}"
 
 
 def _source(entry: traceback.FrameSummary) -> str:

@@ -34,11 +34,11 @@ def refuse_late_freezing(module: nn.Module, writes: Callable[[], int]) -> None:
     """
     handles = flat_handles(module)
     flats = [(name, weakref.ref(handle.flat_param)) for name, handle in handles]
-    for place, ((name, handle), unit) in enumerate(zip(handles, flat_units(module), strict=True)):
+    for index, ((name, handle), unit) in enumerate(zip(handles, flat_units(module), strict=True)):
         parts = _Parts(name, handle.flat_param, writes)
         unit.register_forward_pre_hook(torch.compiler.disable(parts.note))
         # The outermost unit begins: it checks also those that the backward does not reach.
-        checked = flats if place == 0 else flats[place : place + 1]
+        checked = flats if index == 0 else flats[index : index + 1]
         handle.prepare_gradient_for_backward = _checking(handle.prepare_gradient_for_backward, checked, parts)
 
 
@@ -101,23 +101,23 @@ class _Parts:
         now = self._in_backward = flat_flags(flat)
         self._in_forward, self._writes = None, self._count_writes()
         if in_forward is not None and in_forward != now:
-            for place, (was_trained, is_trained) in enumerate(zip(in_forward, now, strict=True)):
+            for index, (was_trained, is_trained) in enumerate(zip(in_forward, now, strict=True)):
                 if is_trained and not was_trained:
                     when, instead = "between a forward and its backward", "before the forward or after the backward"
-                    raise self._error(flat, place, when, instead)
+                    raise self._error(flat, index, when, instead)
         if before is not None and before != now:
-            changed = [place for place, is_trained in enumerate(now) if is_trained != before[place]]
+            changed = [index for index, is_trained in enumerate(now) if is_trained != before[index]]
             if written == self._writes and _is_accumulated(flat, before):
                 when, instead = "while gradients are accumulated", "after zero_grad(set_to_none=True)"
                 raise self._error(flat, changed[0], when, instead)
-            for place in changed:
-                if now[place]:  # zero_grad(set_to_none=False) does not reach what torch hides
-                    clear_gradient_of(flat, place)
+            for index in changed:
+                if now[index]:  # zero_grad(set_to_none=False) does not reach what torch hides
+                    clear_gradient_of(flat, index)
 
-    def _error(self, flat: Any, place: int, when: str, instead: str) -> ShardStateError:
-        fqn = ".".join(part for part in (self._name, flat._fqns[place]) if part)
+    def _error(self, flat: Any, index: int, when: str, instead: str) -> ShardStateError:
+        fqn = ".".join(part for part in (self._name, flat._fqns[index]) if part)
         return ShardStateError(
-            f"requires_grad of {fqn!r} was set to {flat_flags(flat)[place]} {when}, which engine 'fsdp1' cannot "
+            f"requires_grad of {fqn!r} was set to {flat_flags(flat)[index]} {when}, which engine 'fsdp1' cannot "
             f"follow: the parameters of the shard unit {self._name or '(root)'!r} share one gradient. Set it "
             f"{instead}, or use engine 'fsdp2'.",
             fqn=fqn,

@@ -96,7 +96,7 @@ def is_copy_on_fewer_ranks(param: torch.Tensor, groups: Iterable[Group]) -> bool
 
 
 def replaced_in(group: Group) -> list[tuple[nn.Module, str]]:
-    """Return the places, as a module and a name in it, that have other tensors than the group put there."""
+    """Return owner and own name of each parameter that was replaced by a tensor other than the group's."""
     if group.is_sharded:
         expected = "sharded_param"
     else:

@@ -1,7 +1,7 @@
 """Calls other modules at fixed points of a parameter group: before and after it is gathered, freed and reduced.
 
 A `Subscriber` overrides the points that it wants. What nobody wants costs nothing: torch's own method runs. This is the
-only place that replaces methods of a group, and the order of subscribers is that of `Turn`, whenever they came.
+only module that replaces methods of a group, and the order of subscribers is that of `Turn`, whenever they came.
 """
 
 from __future__ import annotations
