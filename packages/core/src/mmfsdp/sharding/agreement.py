@@ -119,7 +119,7 @@ def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
     if len(set(models)) > 1:
         first, second = _two_that_differ(models)
         lines = list(describe(model))
-        ours, theirs = (broadcast_object(scope, lines, origin=place) for place in (first, second))
+        ours, theirs = (broadcast_object(scope, lines, origin=rank) for rank in (first, second))
         only_ours = [line for line in ours if line not in set(theirs)]
         only_theirs = [line for line in theirs if line not in set(ours)]
         ours_rank, theirs_rank = ranks[first], ranks[second]
@@ -131,7 +131,7 @@ def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
             models,
         )
     first, second = _two_that_differ(settings)
-    ours_text, theirs_text = (broadcast_object(scope, text, origin=place) for place in (first, second))
+    ours_text, theirs_text = (broadcast_object(scope, text, origin=rank) for rank in (first, second))
     difference = ShardPlan.from_json(ours_text).diff(ShardPlan.from_json(theirs_text))
     _refuse(
         f"Ranks {ranks[first]} and {ranks[second]} were given different settings for the same model:\n"
@@ -161,7 +161,7 @@ def _refuse(what: str, ranks: Sequence[int], found: Sequence[str]) -> NoReturn:
 def _two_that_differ(found: Sequence[str]) -> tuple[int, int]:
     """Return the first rank with the most common value, and the first rank with another value."""
     usual = max(found, key=found.count)
-    return found.index(usual), next(place for place, item in enumerate(found) if item != usual)
+    return found.index(usual), next(rank for rank, item in enumerate(found) if item != usual)
 
 
 def _alike(ranks: Sequence[int], found: Sequence[str]) -> dict[str, list[int]]:

@@ -146,10 +146,10 @@ def _regrouped(mesh: DeviceMesh, ranks: torch.Tensor, names: tuple[str, ...]) ->
 
 def _lines_of(rank: int, ranks: torch.Tensor) -> list[list[int]]:
     """Return, for each dimension of a mesh, the ranks that differ from ``rank`` only in that dimension."""
-    place = (ranks == rank).nonzero()[0].tolist()
+    coordinates = (ranks == rank).nonzero()[0].tolist()
     lines = []
     for dim in range(ranks.ndim):
-        index = [slice(None) if other == dim else at for other, at in enumerate(place)]
+        index = [slice(None) if other == dim else at for other, at in enumerate(coordinates)]
         lines.append(ranks[tuple(index)].tolist())
     return lines
 

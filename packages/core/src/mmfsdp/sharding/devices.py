@@ -107,7 +107,7 @@ def device_index(local_rank: int, count: int) -> int:
     """Return the index of a process's device. Pure.
 
     Args:
-        local_rank: Place of the process among those of its machine.
+        local_rank: Rank of the process on its machine.
         count: Devices that the process sees.
 
     Raises:

@@ -262,9 +262,9 @@ class _GuardedWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self._check(args[place] if place < len(args) else kwargs.get(argument.name))
+                self._check(args[index] if index < len(args) else kwargs.get(argument.name))
         return func(*args, **kwargs)
 
     def _check(self, written: Any) -> None:

@@ -47,7 +47,7 @@ class _Listed(TorchDispatchMode):
     """Shows the given operators to a context of torch, and no others.
 
     torch 2.10 and later count every operator, and raise if the recomputation runs another one than forward. A shard
-    unit within the region does: it marks more for the profiler, and may gather units ahead at other places.
+    unit within the region does: it marks more for the profiler, and may gather units ahead at other points.
     """
 
     def __init__(self, context: TorchDispatchMode, operators: frozenset[Any]) -> None:

@@ -195,14 +195,14 @@ def _offload_policy(plan: ShardPlan, mesh: DeviceMesh) -> OffloadPolicy:
 
 
 def _set_prefetching(model: nn.Module, plan: ShardPlan, first_called: dict[str, nn.Module]) -> None:
-    order = {fqn: place for place, (fqn, _) in enumerate(model.named_modules())}
+    order = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
     units = sorted((unit for unit in plan.units if unit.params), key=lambda unit: order[unit.fqn])
     modules = [first_called[unit.fqn] for unit in units]
-    for place, module in enumerate(modules):
+    for index, module in enumerate(modules):
         if not isinstance(module, FSDPModule):
             continue
         if plan.forward_prefetch:
-            following = modules[place + 1 : place + 1 + plan.forward_prefetch]
+            following = modules[index + 1 : index + 1 + plan.forward_prefetch]
             module.set_modules_to_forward_prefetch([m for m in following if isinstance(m, FSDPModule)])
         if plan.backward_prefetch != "pre":
             # 'pre' is the default of fully_shard. A list of only the module itself leaves nothing to gather ahead.
