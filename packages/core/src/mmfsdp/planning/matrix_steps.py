@@ -12,7 +12,7 @@ and its updates, and updates of the one before that it sends and receives."""
 
 
 def divide_into_buckets(sizes: Sequence[int], most: int, ranks: int) -> list[list[int]]:
-    """Return the places of ``sizes`` in order, in buckets of at most ``most`` together, or of one.
+    """Return the indices of ``sizes`` in order, in buckets of at most ``most`` together, or of one.
 
     On fewer than six ranks buckets are smaller, as parts are larger: all that a rank holds take about ``most``.
 
@@ -23,11 +23,11 @@ def divide_into_buckets(sizes: Sequence[int], most: int, ranks: int) -> list[lis
     """
     buckets: list[list[int]] = []
     held, most = 0, most * min(ranks, _HELD) // _HELD
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if not buckets or held + size > most:
             buckets.append([])
             held = 0
-        buckets[-1].append(place)
+        buckets[-1].append(index)
         held += size
     return buckets
 

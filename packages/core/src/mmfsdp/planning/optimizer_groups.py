@@ -42,7 +42,7 @@ class OptimizerPlan(Record):
         return found
 
     def buckets(self, params: Mapping[str, ParamEntry], ranks: int) -> list[list[tuple[int, str]]]:
-        """Return the parameters under Muon that travel together, each with the place of its group.
+        """Return the parameters under Muon that travel together, each with the index of its group.
 
         Buckets are filled across groups, so two groups may share one. All are of one mesh, as those of a plan are.
 
@@ -51,8 +51,8 @@ class OptimizerPlan(Record):
             ranks: Ranks of its mesh.
         """
         under_muon = [
-            (place, fqn) for place, group in enumerate(self.groups) if group.optimizer == "muon" for fqn in group.fqns
+            (index, fqn) for index, group in enumerate(self.groups) if group.optimizer == "muon" for fqn in group.fqns
         ]
         sizes = [params[fqn].numel * WIRE_BYTES for _, fqn in under_muon]
         buckets = divide_into_buckets(sizes, self.bucket_bytes, ranks)
-        return [[under_muon[place] for place in bucket] for bucket in buckets]
+        return [[under_muon[index] for index in bucket] for bucket in buckets]

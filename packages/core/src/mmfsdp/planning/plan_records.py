@@ -42,7 +42,7 @@ class MeshSpec(Record):
         return self.replicate * self.shard
 
     def shard_coordinate(self, rank: int) -> int:
-        """Return the place of ``rank`` within its shard group.
+        """Return the index of ``rank`` within its shard group.
 
         Raises:
             MeshError: There is no such rank.
@@ -83,7 +83,7 @@ class ParamEntry(Record):
         """Return the bytes that one rank holds when dimension 0 is sharded: see `mmfsdp.basics.boxes.sharded_box`.
 
         Args:
-            coordinate: Place of the rank within its shard group.
+            coordinate: Index of the rank within its shard group.
             shard: Ranks in the shard group.
         """
         if not self.shape:

@@ -59,8 +59,8 @@ def render_table(plan: PlanData, *, every_unit: bool = False, width: int | None 
         columns, explained = [columns[0], *columns[2:]], []
         rows = [[row[0], *row[2:]] for row in rows]
     if not compiled_units(plan):
-        place = len(columns) - 2
-        columns, rows = columns[:place] + columns[place + 1 :], [row[:place] + row[place + 1 :] for row in rows]
+        index = len(columns) - 2
+        columns, rows = columns[:index] + columns[index + 1 :], [row[:index] + row[index + 1 :] for row in rows]
     optimizers = _optimizers(plan, width)
     lines = [*format_table(columns, rows, width), "", *explained, *_totals(plan), *_notes(plan), *optimizers]
     return "\n".join([*_wrapped([_head(plan)], width), "", *_wrapped(lines, width)])
@@ -73,9 +73,9 @@ def equal_units(plan: PlanData, *, every_unit: bool = False) -> list[tuple[str, 
         plan: The plan.
         every_unit: Return each unit alone.
     """
-    # Its position makes the key of a unit unique, which keeps the unit alone.
+    # Its index makes the key of a unit unique, which keeps the unit alone.
     recomputed = _recomputed(plan)
-    keys = [(place if every_unit else None, *_cells(plan, unit, recomputed)) for place, unit in enumerate(plan.units)]
+    keys = [(index if every_unit else None, *_cells(plan, unit, recomputed)) for index, unit in enumerate(plan.units)]
     groups = join_repeated([(_names(unit), key) for unit, key in zip(plan.units, keys, strict=True)])
     return [(group.name, [plan.units[member] for member in group.members]) for group in groups]
 
@@ -104,7 +104,7 @@ def render_tree(plan: PlanData, *, every_unit: bool = False) -> str:
             else:
                 text = "" if unit is None else _tree_line(unit, plan)
             shown.append((part, (text, *lines_of(below, fqn))))
-        keys = [(part, (place if every_unit else None, *block)) for place, (part, block) in enumerate(shown)]
+        keys = [(part, (index if every_unit else None, *block)) for index, (part, block) in enumerate(shown)]
         groups = join_repeated(keys)
         lines = []
         for group in groups:
@@ -269,7 +269,7 @@ def _optimizers(plan: PlanData, width: int | None) -> list[str]:
     # The messages of a bucket are listed at the group that it begins with.
     begun = Counter(bucket[0][0] for bucket in chosen.buckets(params, plan.mesh.world_size))
     rows = [
-        _optimizer_cells(plan, chosen, group, params, whole, begun[place]) for place, group in enumerate(chosen.groups)
+        _optimizer_cells(plan, chosen, group, params, whole, begun[index]) for index, group in enumerate(chosen.groups)
     ]
     return ["", *format_table(list(_OPTIMIZER_COLUMNS), rows, width)]
 

@@ -29,17 +29,17 @@ def join_repeated(items: Sequence[tuple[str, Hashable]]) -> list[Repeated]:
     Args:
         items: Names, each with a key; only names with equal keys are joined.
     """
-    found: list[_Item] = [(_INDEX.split(name), key, [place]) for place, (name, key) in enumerate(items)]
+    found: list[_Item] = [(_INDEX.split(name), key, [index]) for index, (name, key) in enumerate(items)]
     deepest = max((len(parts) for parts, _, _ in found), default=0)
-    for place in range(deepest - 2, 0, -2):  # numbers are the parts at odd places, the last one first
+    for index in range(deepest - 2, 0, -2):  # numbers are the parts at odd indices, the last one first
         groups: dict[Hashable, list[_Item]] = {}
         for item in found:
             parts, key, members = item
-            if len(parts) > place:
-                groups.setdefault((*parts[:place], None, *parts[place + 1 :], key), []).append(item)
+            if len(parts) > index:
+                groups.setdefault((*parts[:index], None, *parts[index + 1 :], key), []).append(item)
             else:
                 groups[("", members[0])] = [item]
-        found = [_joined(group, place) for group in groups.values()]
+        found = [_joined(group, index) for group in groups.values()]
     return [Repeated("".join(parts), members) for parts, _, members in found]
 
 
@@ -56,10 +56,10 @@ def join_ranges(numbers: Sequence[int]) -> str:
     return "{" + ",".join("..".join(map(str, item)) for item in ranges) + "}"
 
 
-def _joined(group: list[_Item], place: int) -> _Item:
+def _joined(group: list[_Item], index: int) -> _Item:
     parts, key, members = group[0]
     if group[1:]:
-        numbers = join_ranges([int(other[place]) for other, _, _ in group])
-        parts = [*parts[:place], numbers, *parts[place + 1 :]]
+        numbers = join_ranges([int(other[index]) for other, _, _ in group])
+        parts = [*parts[:index], numbers, *parts[index + 1 :]]
         members = [member for _, _, found in group for member in found]
     return parts, key, members

@@ -292,7 +292,7 @@ def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, Par
         names.setdefault(id(param), []).append(fqn)
         params[id(param)] = param
     entries = {}
-    for place, (key, param) in enumerate(params.items()):
+    for index, (key, param) in enumerate(params.items()):
         first, *aliases = names[key]
         dtype = canonical_dtype(param.dtype)
         entries[key] = ParamEntry(
@@ -301,7 +301,7 @@ def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, Par
             dtype=storage_dtype if storage_dtype and is_floating_point(dtype) else dtype,
             requires_grad=param.requires_grad,
             aliases=tuple(aliases),
-            place=place,
+            place=index,
         )
     return entries
 

@@ -83,7 +83,7 @@ def _replace_containers(root: nn.Module, matches: Sequence[Match], notes: list[N
     chosen = {id(match.module) for match in matches}
     result: list[Match] = []
 
-    def place(match: Match) -> None:
+    def add_units(match: Match) -> None:
         if has_forward(match.module):
             result.append(match)
             return
@@ -98,10 +98,10 @@ def _replace_containers(root: nn.Module, matches: Sequence[Match], notes: list[N
         )
         for child in children:
             chosen.add(id(child))
-            place(Match(names[id(child)], child, f"{match.reason} (in {match.fqn})", match.settings))
+            add_units(Match(names[id(child)], child, f"{match.reason} (in {match.fqn})", match.settings))
 
     for match in matches:
-        place(match)
+        add_units(match)
     return result
 
 

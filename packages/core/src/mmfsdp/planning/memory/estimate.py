@@ -131,7 +131,7 @@ class MemoryEstimate:
         ]
         if self.on_cpu:
             rows.append(("of it in CPU memory", human_bytes(self.on_cpu)))
-        name, size = (max(len(row[place]) for row in rows) for place in (0, 1))
+        name, size = (max(len(row[column]) for row in rows) for column in (0, 1))
         given = "" if state is None else f" with {_spelt(self.optimizer)}"
         head = f"Memory of rank {self.rank} in a step{given}, at most, without activations:"
         return "\n".join([head, "", *(f"{label:{name}}  {text:>{size}}" for label, text in rows)])
@@ -218,12 +218,12 @@ def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamE
     elif unit.params:
         # Positions in the flat parameter follow the rule of `flat_shard_bytes`.
         held = plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
-        first, end, place = coordinate * held, (coordinate + 1) * held, 0
+        first, end, offset = coordinate * held, (coordinate + 1) * held, 0
         alignment = max(16 // itemsize(unit.precision.param_dtype or unit.params[0].dtype), 1)
         for param in unit.params:
-            place += -place % alignment
-            here = min(place + param.numel, end) - max(place, first)
-            place += param.numel
+            offset += -offset % alignment
+            here = min(offset + param.numel, end) - max(offset, first)
+            offset += param.numel
             if here > 0:  # without elements here, a parameter has neither gradient nor state
                 yield param, here
 

@@ -164,7 +164,7 @@ def _bound(config: ReferenceWrap) -> Any:
 def _ask_torch_policy(root: nn.Module, policy: Any, ignored: set[int]) -> Verdicts:
     """Return torch's ``ModuleWrapPolicy`` or ``CustomPolicy`` as `Verdicts`.
 
-    torch has no public way to evaluate them without wrapping, so this is the one place that calls their
+    torch has no public way to evaluate them without wrapping, so only this function calls their
     ``_run_policy``; every torch from 2.1 to 2.15 has it with these arguments.
 
     Raises:
