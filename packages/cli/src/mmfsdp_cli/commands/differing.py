@@ -145,7 +145,7 @@ def _both(a: object, b: object) -> str:
     one, other = repr(a), repr(b)
     if max(len(one), len(other)) <= _LONG:
         return f"{one} and {other}"
-    differs = next((place for place, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+    differs = next((index for index, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
     begin = max(0, differs - _AROUND)
     parts = [
         text[begin : differs + _AROUND] + ("..." if len(text) > differs + _AROUND else "") for text in (one, other)

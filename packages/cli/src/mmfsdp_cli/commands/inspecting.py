@@ -93,7 +93,7 @@ def _print_tensor(entry: TensorEntry, limit: int, as_json: bool) -> None:
 
     chunks = entry.chunks()
     if as_json:
-        places = [
+        chunk_entries = [
             {
                 "file": str(chunk.file),
                 "offset": chunk.offset,
@@ -104,7 +104,7 @@ def _print_tensor(entry: TensorEntry, limit: int, as_json: bool) -> None:
             }
             for chunk in chunks
         ]
-        content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": places}
+        content = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunk_entries}
         click.echo(json.dumps(content, indent=1))
         return
     say(f"{shown_name(entry.name)}: {entry.dtype}, {_shape(entry.shape)}, {human_bytes(entry.nbytes)}", bold=True)

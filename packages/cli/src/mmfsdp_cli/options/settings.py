@@ -22,14 +22,14 @@ def with_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     result: dict[str, Any] = json.loads(json.dumps(dict(base)))
     for path, value in changes.items():
         *sections, last = path.split(".")
-        place = result
+        settings = result
         for depth, section in enumerate(sections):
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
+            settings = settings.setdefault(section, {})
+            if not isinstance(settings, dict):
                 where = ".".join(sections[: depth + 1])
                 raise ConfigError(
-                    f"--set {path}: {where} is {place!r} already, which has no settings. Give it as a section.",
+                    f"--set {path}: {where} is {settings!r} already, which has no settings. Give it as a section.",
                     config=where,
                 )
-        place[last] = value
+        settings[last] = value
     return result

@@ -196,7 +196,7 @@ def batch_of(texts: Sequence[str], model: nn.Module) -> Any:
     from mmfsdp.errors import ConfigError
 
     named: dict[str, torch.Tensor] = {}
-    placed: list[torch.Tensor] = []
+    positional: list[torch.Tensor] = []
     takes = list(inspect.signature(model.forward).parameters)
     has_tokens = any(name == "input_ids" for name in (*takes, *(text.partition("=")[0] for text in texts)))
     for text in texts:
@@ -206,7 +206,7 @@ def batch_of(texts: Sequence[str], model: nn.Module) -> Any:
                 f"{text!r} is not a tensor. Write its shape, as in 4x512x1024 or input_ids=1x4096:int64.",
                 param_hint="--batch",
             )
-        name = found["name"] or next(iter(takes[len(placed) :]), "")
+        name = found["name"] or next(iter(takes[len(positional) :]), "")
         is_tokens = name.endswith("_ids") or (has_tokens and name.endswith(_OF_TOKENS))
         try:
             dtype = to_torch(found["dtype"] or ("int64" if is_tokens else "float32"))
@@ -216,7 +216,7 @@ def batch_of(texts: Sequence[str], model: nn.Module) -> Any:
         if found["name"]:
             named[found["name"]] = tensor
         else:
-            placed.append(tensor)
-    if named and placed:
+            positional.append(tensor)
+    if named and positional:
         raise click.BadParameter("give a name to all tensors, or to none.", param_hint="--batch")
-    return named or tuple(placed)
+    return named or tuple(positional)
