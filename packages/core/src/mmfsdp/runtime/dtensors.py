@@ -34,7 +34,7 @@ class Box:
 def box_of(tensor: torch.Tensor) -> Box:
     """Return the box that this rank holds of the whole tensor; a plain tensor is held whole. Not collective.
 
-    The rule is that of `mmfsdp.basics.boxes.sharded_box`.
+    It follows the rule of `mmfsdp.basics.boxes.sharded_box`.
 
     Raises:
         StateDictError: The tensor has a placement other than ``Shard`` and ``Replicate``.

@@ -1,4 +1,4 @@
-"""The interface of an engine: what it applies to a model, how that trains, and what is stored of it.
+"""The interface of an engine: how it shards a model, trains it, and returns its state.
 
 `mmfsdp.sharding.engines` holds the engines. A sharded model keeps its own in ``ShardedModel.engine``; code asks that
 object instead of comparing names and classes.
@@ -39,7 +39,7 @@ class Showing:
     """How whole parameters are shown; see `mmfsdp.full_params`."""
 
     recurse: bool
-    """Show all parameters below a module; otherwise only those of its own unit, and none if it is not a unit."""
+    """Show all parameters below a module; otherwise only its own unit's, and none if it is not a unit."""
     writeback: bool
     rank0_only: bool
     cpu_offload: bool
@@ -50,7 +50,7 @@ class OptimizerStates(Protocol):
     """The state of one optimizer of one sharded model.
 
     Collective, every rank, except for `boxes`. A fitting state is by position, and known to fit the optimizer.
-    Arguments called ``own_form`` are what ``optimizer.state_dict()`` returned, by default its current state.
+    Arguments called ``own_form`` are results of ``optimizer.state_dict()``, by default its current state.
     """
 
     is_flat: bool
@@ -119,7 +119,7 @@ class Engine(Protocol[State]):
 
         Args:
             state: The model's state.
-            parts: The units, each with what is called before it is used.
+            parts: The units, each with a function to call before the unit is used.
         """
         ...
 
@@ -128,7 +128,7 @@ class Engine(Protocol[State]):
         ...
 
     def set_sync(self, state: State, sync: bool) -> None:
-        """Make the backward of the coming forward reduce gradients or not, other than that of the last one."""
+        """Change whether the backward of the coming forward reduces gradients."""
         ...
 
     def version(self, state: State) -> int | None:
@@ -154,7 +154,7 @@ class Engine(Protocol[State]):
     def show_whole(
         self, state: State, module: nn.Module, how: Showing
     ) -> tuple[list[tuple[nn.Module, str]], AbstractContextManager[None]]:
-        """Return where parameters will be whole, owners with own names, and what makes them so. Collective."""
+        """Return owners and own names of the parameters to show whole, and a context that does. Collective."""
         ...
 
     def shows_pieces(self, state: State) -> bool:
@@ -166,7 +166,7 @@ class Engine(Protocol[State]):
         ...
 
     def targets(self, state: State, kinds: Mapping[str, str] | None) -> dict[str, Any] | None:
-        """Return what a load writes to, by FQN; None if only torch's own load can. Collective: every rank.
+        """Return the tensors that a load writes to, by FQN; None if only torch's own load can. Collective: every rank.
 
         Args:
             state: The model's state.

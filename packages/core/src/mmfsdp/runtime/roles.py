@@ -1,4 +1,4 @@
-"""Tells what a tensor is to a sharded model: a parameter that it trains, a copy of one, or one that it has not seen."""
+"""Finds the role of a tensor in a sharded model: a parameter that it trains, a copy of one, or an unseen one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Roles", "check_roles", "check_unseen", "roles_of"]
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tensors of a list that are of a sharded model, by what they are to it."""
+    """The tensors of a list that belong to a sharded model, by role."""
 
     trained: list[torch.Tensor] = field(default_factory=list)
     """Its shards, flat parameters, and whole parameters."""
@@ -28,7 +28,7 @@ class Roles:
     former: list[torch.Tensor] = field(default_factory=list)
     """Parameters that it had before it was sharded, and that sharding replaced."""
     unseen: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By FQN: parameters that were registered after it was sharded, by other means than ``fully_shard``."""
+    """By FQN: parameters that something other than ``fully_shard`` registered after it was sharded."""
 
     def __bool__(self) -> bool:
         return bool(self.trained or self.copies or self.former or self.unseen)

@@ -8,7 +8,7 @@ torch silently accepts several uses that leave weights untrained or let ranks dr
   may call it alone.
 - Parameters gathered in an evaluation stay gathered if the strategy says so, until shards are written or trained.
 - A backward reduces gradients if its forward ran outside of `no_sync`, as with DDP.
-- Gradients that only some ranks have, and those of whole parameters, are averaged over all ranks
+- Gradients that only some ranks have, and gradients of whole parameters, are averaged over all ranks
   (`mmfsdp.runtime.gradients.agreement`).
 
 `mmfsdp.runtime.refusals.guards` refuses the remaining uses when an optimizer steps.
@@ -85,10 +85,10 @@ class ShardedModel:
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
             module that owns the parameter, and its own name, each with whether this rank shows it. The keys are
             the same on every rank.
-        lost_writes: Notices what is written to gathered parameters in the first steps; None after them, with engine
+        lost_writes: Notices writes to gathered parameters in the first steps; None after them, with engine
             ``fsdp1``, and where nothing is trained, as in a rehearsal.
         is_graph_checked: Whether the graph of a training forward was searched for shards (`check_graph_inputs`).
-        copied_settings: Carries over to shards what is set on gathered copies; without subscribers with ``fsdp1``.
+        copied_settings: Carries settings of gathered copies over to shards; has no subscribers with ``fsdp1``.
         agreement: Completes gradients at the end of each backward; None with engine ``fsdp1`` without whole parameters.
     """
 
@@ -160,7 +160,7 @@ class ShardedModel:
         return [group for reference in self._groups if (group := reference()) is not None]
 
     def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        """Return what is registered in place of shards: by ``id``, the parameter and its shard. Not with ``fsdp1``.
+        """Return parameters registered in place of shards: by ``id``, each with its shard. Not with ``fsdp1``.
 
         Shards then have the settings that their copies were given, such as ``requires_grad``.
         """
@@ -168,7 +168,7 @@ class ShardedModel:
         return gathered_params(self.groups)
 
     def roles(self, params: Iterable[torch.Tensor]) -> Roles:
-        """Return what tensors are to this model; empty if none of them is of it. Not collective.
+        """Return the roles of tensors in this model; empty if none belongs to it. Not collective.
 
         Linear in the number of parameters: a step may ask.
         """
@@ -204,7 +204,7 @@ class ShardedModel:
             if torch.is_grad_enabled() or versions != self.engine.version(self):
                 self.reshard()
         if torch.is_grad_enabled():
-            if self.sync_gradients != self._synced:  # otherwise what the user has set stays
+            if self.sync_gradients != self._synced:  # otherwise the user's own setting stays
                 self.engine.set_sync(self, self.sync_gradients)
             self._synced = self.sync_gradients
             self.unreduced = not self.sync_gradients
@@ -249,7 +249,7 @@ class ShardedModel:
                 self.reshard()
 
     def settle(self) -> None:
-        """Wait until it is known that all backwards were right, as before a save. Not collective.
+        """Wait until all backwards are known to be right, as before a save. Not collective.
 
         Raises:
             RankMismatchError: Ranks gathered and reduced different units in one of them.
@@ -258,7 +258,7 @@ class ShardedModel:
             self.agreement.settle()
 
     def before_writing(self) -> None:
-        """Free gathered parameters before shards are written other than by training. Call it on every rank."""
+        """Free gathered parameters before anything but training writes shards. Call it on every rank."""
         self._kept_from_evaluation = None
         self.writes += 1
         self.reshard()

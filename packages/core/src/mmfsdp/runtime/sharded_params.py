@@ -25,7 +25,7 @@ __all__ = ["average_on_shards", "sharded_params"]
 def sharded_params(*modules: nn.Module) -> Iterator[None]:
     """Make every parameter of modules its shard, also while a forward runs, to change their values.
 
-    A forward computes with gathered copies: what it writes to them is lost when they are freed. Models that change
+    A forward computes with gathered copies: values written to them are lost when they are freed. Models that change
     parameters in their forward, such as those with a momentum encoder, do so inside this context::
 
         with torch.no_grad(), sharded_params(self.encoder, self.momentum_encoder):
@@ -33,8 +33,8 @@ def sharded_params(*modules: nn.Module) -> Iterator[None]:
                 target.lerp_(source, 1 - self.momentum)
 
     Parameters of equal shapes have shards of the same elements, whichever units they belong to, so that elementwise
-    operations compute what they would on whole parameters. Inside, an assignment to ``.data`` of a shard copies; torch
-    would ignore it. What was gathered before is gathered anew at the end.
+    operations give the same values as on whole parameters. Inside, an assignment to ``.data`` of a shard copies; torch
+    would ignore it. Parameters that were gathered before are gathered anew at the end.
 
     It has no effect on modules that are not sharded, or not yet, nor with engine ``replicate``: a model may use it
     wherever it trains. Collective in a forward: every rank that runs it. Otherwise not.

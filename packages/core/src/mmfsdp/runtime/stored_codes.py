@@ -24,10 +24,10 @@ _BYTES = (torch.int8, torch.uint8)
 def codes_for_numbers(tensors: Mapping[str, Any], state: ShardedModel) -> dict[str, str]:
     """Return the names of codes and of their scales, where the model has numbers. Not collective.
 
-    What the model holds itself is left out: codes of the same dtype, or of which it has the scales.
+    Codes that the model holds itself are left out: it has a tensor of the same dtype, or their scales.
 
     Args:
-        tensors: What has a dtype and a shape, by the unsharded model's names.
+        tensors: Objects with a dtype and a shape, by the unsharded model's names.
         state: The model's state.
 
     Raises:

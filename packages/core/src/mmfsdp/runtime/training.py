@@ -45,7 +45,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``. Collective: every rank.
 
-    The norm is that of the unsharded model's gradients, over all ranks and all parameters, sharded and whole. If one
+    The norm is the unsharded model's: it covers all ranks and all parameters, sharded and whole. If one
     rank calls this alone, it waits for the others until the process group's timeout.
 
     Args:

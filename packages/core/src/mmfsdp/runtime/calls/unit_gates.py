@@ -91,7 +91,7 @@ class UnitGate:
             # Only some modules of the unit have run: it stays gathered until the others have.
             return routed.forward(*args, **kwargs)
         if _tracker.is_bw and not routed.came_from_outside:
-            # What the unit's own forward called is recomputed, and the unit is gathered for its backward.
+            # A layer that the unit's own forward called is recomputed, and the unit is gathered for its backward.
             params = self._params()
             if isinstance(next(params, None), DTensor) and all(isinstance(param, DTensor) for param in params):
                 raise _called_in_backward(routed.module, self._members[0])
@@ -171,7 +171,7 @@ class ShardGate(UnitGate):
         setattr(module, _RUN, self._compute)
         register_fsdp_forward_method(module, _RUN)
         self._run = getattr(module, _RUN)
-        # What torch.compile() returned passes attributes on to the module in it.
+        # A wrapper of torch.compile() passes attributes on to the module in it.
         vars(module if _RUN in vars(module) else module._orig_mod).pop(_RUN)
         subscribe(_OpenInBackward(self), groups_of(members))
         accept_views()
@@ -216,7 +216,7 @@ class _OpenInBackward(Subscriber):
 
 
 class FlatGate(UnitGate):
-    """The gate of a unit of FSDP1, whose module runs everything: its own forward, and what is called inside.
+    """The gate of a unit of FSDP1, whose module runs everything: its own forward, and layers that are called directly.
 
     Args:
         unit: The wrapper around the unit's module.
@@ -238,7 +238,7 @@ class FlatGate(UnitGate):
             self._pending = None
 
     def take_pending(self) -> Callable[..., Any] | None:
-        """Return what the unit's module runs instead of its forward, once."""
+        """Return once the function that the unit's module runs instead of its forward."""
         pending, self._pending = self._pending, None
         return pending
 
@@ -283,7 +283,7 @@ class _Routed:
 
 
 class _RoutedUnit(_Routed):
-    """Stands in for ``forward`` of a flat unit's module, through which calls of everything inside go."""
+    """Stands in for ``forward`` of a flat unit's module; all calls of layers inside go through it."""
 
     gate: FlatGate
 

@@ -20,7 +20,7 @@ class UnitParts:
     unit: ShardUnit
     modules: list[nn.Module]
     owned: list[nn.Module]
-    """All modules of the unit, without those of units below it."""
+    """All modules of the unit, without the modules of units below it."""
     holders: list[nn.Module]
     """The owned modules that compute with the unit's parameters, without the unit's own modules."""
 

@@ -69,7 +69,7 @@ def _completing(
 def _complete_at_end(root: Any) -> None:
     vars(root).setdefault("_post_backward_callback_queued", False)  # torch sets it in the root's forward
     if root._is_root and not root._post_backward_callback_queued:
-        # What torch does in the root's backward; it has no public function for it.
+        # torch does this in the root's backward; it has no public function for it.
         _register_post_backward_final_callback(root, root)
         for handle in root._all_handles:
             handle._reset_flat_param_grad_info_if_needed()
@@ -129,7 +129,7 @@ def clear_gradient_of(flat: Any, index: int) -> None:
 
 
 def freeze_through_views(unit: FullyShardedDataParallel) -> None:
-    """Make ``requires_grad_()`` of views that torch registers in place of parameters set that of the parameters.
+    """Make ``requires_grad_()`` of a view that torch registers in place of a parameter act on the parameter.
 
     torch does so between forward and backward if the unit stays gathered. A view cannot be frozen, and nothing says so
     if it is thawed. Call it after a forward.

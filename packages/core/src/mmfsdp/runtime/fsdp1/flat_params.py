@@ -1,6 +1,6 @@
 """The private parts of torch's FSDP1 that this library uses: flat parameters, and where each parameter lies in them.
 
-A FullyShardedDataParallel joins the parameters of its module into one flat parameter, of which each rank holds a piece.
+A FullyShardedDataParallel joins the parameters of its module into one flat parameter. Each rank holds a piece of it.
 torch has no public function that frees a gathered flat parameter, or that says where a parameter lies in it.
 """
 
@@ -77,7 +77,7 @@ def free_flat_params(module: nn.Module) -> None:
     """Free the flat parameters that are gathered. Not collective.
 
     torch keeps the root gathered after a forward without gradients, until the next backward. The next forward would not
-    see what is written to the shards in the meantime.
+    see values written to the shards in the meantime.
     """
     for _, unit in _units(module):
         handle: Any = unit._handle
@@ -146,7 +146,7 @@ def _name_gathering(handle: Any) -> None:
 
 
 def around_gathering(module: nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what gathers each flat parameter of a model by ``wrap(FQN of its unit, what gathers it)``."""
+    """Replace the function that gathers each flat parameter of a model by ``wrap(FQN of its unit, that function)``."""
     for start, unit in _units(module):
         handle: Any = unit._handle
         handle.unshard = wrap(start.rstrip("."), handle.unshard)
@@ -184,7 +184,7 @@ def _call_with_name(reducing: Callable[[str], None], name: str, _: torch.Tensor)
 def around_flat_forward(
     module: nn.Module, wrap: Callable[[Callable[[], list[str]], Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace what runs before each gathering by ``wrap(replaced, it)``.
+    """Replace the function that runs before each gathering by ``wrap(replaced, that function)``.
 
     ``replaced()`` returns the FQNs of parameters for which modules have other tensors than torch put there.
     """
@@ -196,7 +196,7 @@ def around_flat_forward(
 def _replaced_in(start: str, handle: Any) -> list[str]:
     flat = handle.flat_param
     if not handle.is_sharded(flat) and handle.uses_sharded_strategy:
-        return []  # views of what is gathered are registered
+        return []  # views of the gathered flat parameter are registered
     if not handle._use_orig_params:
         registered = handle._fully_sharded_module._parameters.get("_flat_param")
         return [] if registered is flat else [f"{start}_flat_param"]
@@ -229,8 +229,8 @@ def flat_pieces(module: nn.Module) -> dict[str, FlatPiece]:
 def flat_param_names(module: nn.Module) -> Iterator[tuple[Any, str, list[tuple[str, torch.Size] | None]]]:
     """Yield each flat parameter, its own name, and the FQNs and shapes of the pieces that a forward splits it into.
 
-    A piece that is padding is None. The own name is that of the registered parameter with ``use_orig_params=False``,
-    and empty otherwise.
+    A piece that is padding is None. With ``use_orig_params=False`` the own name is the registered parameter's;
+    otherwise it is empty.
     """
     for start, unit in _units(module):
         flat: Any = unit._handle.flat_param  # type: ignore[union-attr]

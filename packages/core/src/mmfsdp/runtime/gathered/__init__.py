@@ -1,1 +1,1 @@
-"""Gathered copies of parameters: what users set on them, write to them, or use in their stead."""
+"""Gathered copies of parameters: settings and writes that users make on them, and weights used in their stead."""

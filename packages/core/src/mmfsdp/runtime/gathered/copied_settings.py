@@ -1,4 +1,4 @@
-"""Carries over to shards what users set on their gathered copies, or raises an error where it would be lost.
+"""Carries settings that users make on gathered copies over to the shards, or raises where they would be lost.
 
 After an evaluation the root is still gathered, and with some strategies every unit. Whoever then takes a parameter from
 a layer, as in ``model.head.requires_grad_(False)``, gets the copy, which is thrown away or overwritten by the next
@@ -37,11 +37,11 @@ class _Known(NamedTuple):
     attributes: dict[str, Any]
     has_grad: bool | None = None
     version: int | None = None
-    """As the next one, only in an evaluation."""
+    """Like ``address``, known only in an evaluation."""
     address: int | None = None
 
     def unchanged(self) -> dict[str, Any]:
-        """Return what may not change while the copy is registered."""
+        """Return the values that may not change while the copy is registered."""
         return {"has_grad": self.has_grad, "version": self.version, "address": self.address}
 
 
@@ -81,21 +81,21 @@ class CopiedSettings(Subscriber):
             follow_flags(group, [each.requires_grad for each in known])
 
     def before_reduce(self, group: Group) -> None:
-        """Note that the gradients of the copies are those of a backward."""
+        """Note that a backward computed the gradients of the copies."""
         self._trained.add(id(group))
 
     def before_gather(self, group: Group) -> None:
-        """Carry over what was set on shards of fewer ranks, which gathering replaces."""
+        """Carry over settings of shards of fewer ranks, which gathering replaces."""
         if not group.is_sharded and not group.is_unsharded:
             self.carry_over([group])
 
     def before_free(self, group: Group) -> None:
-        """Carry over what was set on the copies."""
+        """Carry over settings of the copies."""
         if not group.is_sharded:
             self.carry_over([group], freed=True)
 
     def carry_over(self, groups: Iterable[Group], *, freed: bool = False) -> None:
-        """Carry over what was set since groups were gathered. Not collective.
+        """Carry over settings made since groups were gathered. Not collective.
 
         Args:
             groups: The groups.

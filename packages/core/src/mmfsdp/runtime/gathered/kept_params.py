@@ -1,4 +1,4 @@
-"""Replaces parameters that modules keep beside the registered ones, such as a list to update, once sharding has."""
+"""Replaces parameters that modules also keep elsewhere, such as in a list to update, once sharding replaced them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def replace_kept(model: nn.Module, former: Mapping[str, weakref.ref[nn.Parameter
     """Replace former parameters in the attributes of modules by the present ones of the same name. Not collective.
 
     Attributes that are parameters outside of the registry, and those that are dicts, lists or tuples of such, are
-    replaced; what holds none is kept as it is.
+    replaced; objects that hold none are kept as they are.
 
     Args:
         model: The model, sharded.

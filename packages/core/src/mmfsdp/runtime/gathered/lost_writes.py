@@ -1,4 +1,4 @@
-"""Notices gathered parameters that are written, which is lost when they are freed, or moved to other memory."""
+"""Notices gathered parameters that are moved to other memory, or written: freeing them loses what was written."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mmfsdp.runtime.torch_fsdp2.param_groups import Group
 __all__ = ["LostWrites"]
 
 _FORWARDS = 8
-"""Training forwards after which nothing more is compared, where no optimizer of torch steps."""
+"""Number of training forwards to compare where no optimizer of torch steps."""
 
 
 class LostWrites(Subscriber):
-    """Compares values and addresses of gathered parameters when they are freed with those before, in the first steps.
+    """Checks in the first steps that values and addresses of gathered parameters stay the same until they are freed.
 
-    torch computes with gathered copies, which it throws away. Weights that a model changes in its forward, such as
-    those of a momentum encoder or a codebook, would silently stay what they are. torch gathers into the same memory
+    torch computes with gathered copies, which it throws away. If a model changes weights in its forward, such as a
+    momentum encoder or a codebook, the shards would silently keep their old values. torch gathers into the same memory
     again: a copy that a model has moved elsewhere would keep the values of its first step.
 
     It keeps one flag per parameter, and leaves when it has been checked: before the first step of an optimizer of
@@ -47,13 +47,13 @@ class LostWrites(Subscriber):
         subscribe(self, groups)
 
     def gathered(self, group: Group) -> None:
-        """Keep what the copies add up to, and where they are."""
+        """Keep the sums and addresses of the copies."""
         root = self._root()
         if root is not None and root.training:
             self._before[id(group)] = _Gathered(group)
 
     def before_free(self, group: Group) -> None:
-        """Compare both with what is there now, and keep which differ."""
+        """Compare both with the present ones, and keep which differ."""
         if (before := self._before.pop(id(group), None)) is None or not before.names:
             return
         after = _Gathered(group)
@@ -101,7 +101,7 @@ class LostWrites(Subscriber):
 
 
 class _Gathered:
-    """What the gathered copies of a group add up to, and their addresses; by position, as names come late.
+    """Sums and addresses of the gathered copies of a group; by position, as names come late.
 
     Attributes:
         names: FQNs; before the first forward of the root its parameters have none yet.

@@ -51,7 +51,7 @@ class _RefuseOtherWeights(Subscriber):
 
 
 def refuse_other_flat_weights(module: nn.Module) -> None:
-    """Raise in a forward that computes with other weights than those of the flat parameters. Not collective.
+    """Raise in a forward that computes with weights other than the flat parameters. Not collective.
 
     Args:
         module: A model with engine ``fsdp1``.

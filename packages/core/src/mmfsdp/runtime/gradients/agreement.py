@@ -1,4 +1,4 @@
-"""Completes gradients at the end of a backward: those that only some ranks have, and those of whole parameters.
+"""Completes gradients that only some ranks have, and averages whole parameters', at the end of a backward.
 
 A rank whose graph lacks a parameter contributes zeros to the sum, as with DistributedDataParallel. If no rank used the
 parameter, its gradient stays None: with zeros, weight decay and momentum would change the parameter. The ranks agree on
@@ -32,7 +32,7 @@ __all__ = ["GradientAgreement", "Message"]
 
 _DIGEST = 8  # bytes
 _MOST_UNREAD = 4
-"""Messages of earlier backwards that may be under way; a host that is further ahead of its device waits."""
+"""How many earlier backwards' messages may be in flight; a host that is further ahead of its device waits."""
 
 _Placed = list[tuple[int, torch.nn.Parameter]]
 
@@ -204,7 +204,7 @@ class GradientAgreement(Subscriber):
 
 
 class Message:
-    """A message of which each rank gets the largest bytes of all. Collective: every rank of the groups.
+    """A message of bytes: each rank receives the maximum of every byte. Collective: every rank of the groups.
 
     On an accelerator neither making the message nor asking for it makes the host wait for the device: it goes there and
     back through pinned memory, in the order of the current stream.
@@ -216,7 +216,7 @@ class Message:
     """
 
     def __init__(self, content: bytearray, device: torch.device, groups: list[dist.ProcessGroup]) -> None:
-        self._content = content  # on the CPU, what the groups reduce
+        self._content = content  # on the CPU the groups reduce it directly
         self._event: Any = None
         sent = torch.frombuffer(content, dtype=torch.uint8)
         if device.type != "cpu":
@@ -238,7 +238,7 @@ class Message:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> bytes:
-        """Wait for the other ranks, and return the largest bytes of all."""
+        """Wait for the other ranks, and return the maximum of each byte."""
         if self._event is None:
             self._work.wait()
             return bytes(self._content)

@@ -18,7 +18,7 @@ __all__ = ["check_finite_norm", "global_norm", "scale_down_"]
 
 _ROW = 1 << 15
 _LARGE = 1 << 16
-"""Elements of a tensor from which on the CPU its norm is computed in rows."""
+"""Number of elements above which the CPU computes the norm of a tensor in rows."""
 
 _Placed = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and the mesh dimensions over which tensors are sharded."""
@@ -134,7 +134,7 @@ def _rows(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _rest(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what is not among `_rows`."""
+    """Yield the elements that `_rows` leaves out."""
     for part in parts:
         if part.numel() <= _LARGE or not part.is_contiguous():
             yield part

@@ -34,7 +34,7 @@ def check_graph_inputs(outputs: Iterable[torch.Tensor], shards: Mapping[int, str
     module's unit is not gathered these are shards, which no computation uses: all gradients would be zero.
 
     Args:
-        outputs: What a forward returned.
+        outputs: The outputs of a forward.
         shards: The names of the model's registered shards, by ``id``.
 
     Raises:
@@ -148,7 +148,7 @@ def _gradients(group: Group) -> list[object]:
 
 
 def _given(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the functions written in Python, without those of torch, with the parameters that each of them got."""
+    """Yield each autograd function written in Python, except torch's own, with the parameters that it got."""
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = {*waiting}
     while waiting:

@@ -146,7 +146,7 @@ def _hidden_in(output: Any) -> Iterator[torch.Tensor]:
 
 
 class _Seen:
-    """What a search has visited, so that it ends, also among objects that refer to each other."""
+    """The objects that a search has visited, so that it ends even if objects refer to each other."""
 
     def __init__(self) -> None:
         self._ids: set[int] = set()

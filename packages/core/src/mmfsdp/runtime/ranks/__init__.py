@@ -1,1 +1,1 @@
-"""What ranks tell each other while they train: buffers, and which rank holds up the others."""
+"""Messages between ranks while they train: buffers, and which rank holds up the others."""

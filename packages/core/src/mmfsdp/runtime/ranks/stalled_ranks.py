@@ -1,4 +1,4 @@
-"""Decides from what ranks tell about themselves which of them hold up all others: a function of messages and time."""
+"""Decides from the reports of ranks which of them hold up all others: a function of messages and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Whereabouts:
     step: int
     """How many optimizer steps it has done since ranks were watched."""
     doing: str
-    """What it does, worded to follow "is": ``"gathering the shard unit 'blocks.0'"``."""
+    """Its current activity, worded to follow "is": ``"gathering the shard unit 'blocks.0'"``."""
     busy: bool = False
     """Whether it does something that may take long: compile, save or load."""
     stack: str = ""
@@ -60,7 +60,7 @@ class Judge:
         self._behind: deque[int | None] = deque(maxlen=_WINDOW)
 
     def hear(self, rank: int, told: Whereabouts, now: float) -> None:
-        """Take what a rank told about itself."""
+        """Record the whereabouts that a rank reported."""
         known = self._ranks[rank]
         if known.last is None or known.last.progress != told.progress or told.busy:
             known.free = now
@@ -98,11 +98,11 @@ class Judge:
         return f"Rank {rank} on host {known.host!r} is {known.doing}, after {known.step} steps."
 
     def whereabouts(self, rank: int) -> Whereabouts | None:
-        """Return what a rank told last."""
+        """Return the whereabouts that a rank reported last."""
         return self._ranks[rank].last
 
     def is_silent(self, rank: int, now: float, seconds: float) -> bool:
-        """Return whether a rank has told nothing for so many seconds."""
+        """Return whether a rank has reported nothing for the given seconds."""
         return now - self._ranks[rank].heard > seconds
 
     def _last(self) -> list[int]:

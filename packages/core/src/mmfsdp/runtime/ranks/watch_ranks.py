@@ -163,7 +163,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
 
 
 class _Points(Subscriber):
-    """Counts the points that a rank passes, and knows what it does."""
+    """Counts the points that a rank passes, and knows its current activity."""
 
     turn = Turn.MEASURING
 

@@ -1,1 +1,1 @@
-"""Refusals of what would silently train nothing, or train incorrectly."""
+"""Refuses uses that would silently train nothing, or train incorrectly."""

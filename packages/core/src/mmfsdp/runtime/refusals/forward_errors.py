@@ -54,7 +54,7 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
         )
         for (frame, _), entry in frames
     ]
-    # Code that knows a module says more than what the module's parameters were passed to.
+    # Code that knows a module says more than code that was passed the module's parameters.
     for frame, source, known in sorted(found, key=lambda each: not each[-1]):
         read = [name for name in _read(state, frame, source, known) if _is_in_pieces(state, name)]
         if read:

@@ -1,4 +1,4 @@
-"""Refuses what other libraries would do to a sharded model, and says what to call instead.
+"""Refuses calls of other libraries that would damage a sharded model, and says what to call instead.
 
 These are DistributedDataParallel around it, ``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of
 transformers, diffusers and peft, and the saves of optimizers in accelerate, in Lightning Fabric, and in the Trainer of
@@ -31,7 +31,7 @@ _FIRST_RANK_SAVES = {
     ("lightning_fabric", "get_optimizer_state"): "Fabric.save()",
     ("transformers", "_save_optimizer_and_scheduler"): "Trainer",
 }
-"""Functions that write what an optimizer returns on the first rank: package and name, and what a user calls."""
+"""Functions that save an optimizer's state from the first rank: package and name, and what a user calls."""
 
 _guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -65,7 +65,7 @@ def guard_optimizer_saves(optimizer: Optimizer) -> None:
     """Make saves of an optimizer by frameworks that write from the first rank alone raise. Not collective.
 
     Args:
-        optimizer: One of a sharded model, whose state on a rank is that of its shards. One that is guarded stays so.
+        optimizer: One of a sharded model: each rank holds the state of its shards. A guarded one stays guarded.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper is an Optimizer without hooks
     if optimizer not in _guarded:
@@ -92,7 +92,7 @@ _METHOD = "resize_token_embeddings"
 def refuse_resizing(model: nn.Module) -> None:
     """Make ``resize_token_embeddings(n)`` of a Transformers model raise. Not collective.
 
-    It computes with weights of which each rank has a shard, and registers whole ones, which no rank reduces.
+    It computes with this rank's shards, and registers whole weights, whose gradients no rank reduces.
 
     Args:
         model: The sharded root; without such a method nothing is done.

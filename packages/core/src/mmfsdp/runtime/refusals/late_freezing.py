@@ -1,7 +1,7 @@
 """Raises an error where parameters of torch's FSDP1 are frozen or thawed at a time when flat gradients cannot follow.
 
-Parameters of a unit share one gradient. torch decides in forward whether it is computed, and hides the parts of those
-that are frozen; it neither computes parts separately nor keeps those of parameters that are frozen later.
+Parameters of a unit share one gradient. torch decides in forward whether to compute it, and hides the parts of frozen
+parameters. It neither computes parts separately nor keeps the parts of parameters that are frozen later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["refuse_late_freezing"]
 
 
 def refuse_late_freezing(module: nn.Module, writes: Callable[[], int]) -> None:
-    """From now on, raise in a backward whose gradients would not be those of the parameters' ``requires_grad``.
+    """From now on, raise in a backward whose gradients would contradict the parameters' ``requires_grad``.
 
     That is, if since the forward a unit was frozen, or no longer is, or part of it no longer is; or if part of it was
     frozen, or no longer is, while gradients are accumulated. Freezing a part right after the forward has the effect
@@ -93,7 +93,7 @@ class _Parts:
         """Call it before each backward of the unit.
 
         Raises:
-            ShardStateError: The flags do not fit to those of the forward, or to the gradient that is accumulated.
+            ShardStateError: The flags contradict the forward, or the gradient that is accumulated.
         """
         if (flat := self._flat()) is None:
             return

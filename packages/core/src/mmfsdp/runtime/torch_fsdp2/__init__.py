@@ -1,12 +1,12 @@
 """Everything that touches the private parts of torch's FSDP2; no other module of mmfsdp does.
 
 torch has one parameter group per shard unit. A group registers either its shards or their gathered copies in the
-modules, and reduces its gradients in backward. The names are those of torch 2.9 to 2.15; `check_private_names` looks
+modules, and reduces its gradients in backward. The names exist in torch 2.9 to 2.15; `check_private_names` looks
 for them when a process first shards a model.
 
-| module | what it touches |
+| module | parts that it touches |
 |---|---|
-| `groups` | the groups of a model, and the parameters, modules and names of a group |
+| `param_groups` | the groups of a model, and the parameters, modules and names of a group |
 | `gathering` | gathered copies: making, freeing and finding them |
 | `observing` | the fixed points of a group at which other modules are called |
 | `unreduced` | gradients that are still to be reduced |

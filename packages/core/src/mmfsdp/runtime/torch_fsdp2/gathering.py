@@ -40,7 +40,7 @@ def free(group: Group) -> bool:
 def gather(group: Group) -> None:
     """Gather a group's parameters after its shards were written. Collective: every rank of the group."""
     state = group._training_state
-    # In a forward torch would gather on streams that do not wait for what was written.
+    # In a forward torch would gather on streams that do not wait for the writes.
     group._training_state = type(state).IDLE
     try:
         group.unshard()
@@ -69,7 +69,7 @@ def gathered_params(groups: Iterable[Group]) -> dict[int, tuple[nn.Parameter, nn
 
 
 def gathered_values(group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield FQN and gathered copy of each parameter of a gathered group, without those of other tensor types."""
+    """Yield FQN and gathered copy of each parameter of a gathered group; other tensor types are left out."""
     for param in group.fsdp_params:
         value = param.unsharded_param
         if type(value.data) is torch.Tensor or isinstance(value, DTensor):
@@ -110,7 +110,7 @@ def replaced_in(group: Group) -> list[tuple[nn.Module, str]]:
 
 
 def shown_params(group: Group) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Yield the FQN of each parameter of a group, what is registered for it now, and its shard."""
+    """Yield each parameter of a group: its FQN, the parameter that is registered now, and the shard."""
     for param in group.fsdp_params:
         info = param._module_info
         yield param._param_fqn or info.param_name, info.module._parameters[info.param_name], param.sharded_param

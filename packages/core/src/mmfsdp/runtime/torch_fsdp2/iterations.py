@@ -1,4 +1,4 @@
-"""Begins and discards torch's iterations: what it keeps between the forwards and backwards of a step."""
+"""Begins and discards torch's iterations: the state that torch keeps between the forwards and backwards of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begin_root(root: FSDPModule) -> None:
 
 
 def before_first_use(root: FSDPModule, check: Callable[[], None]) -> None:
-    """Call ``check`` before torch takes what is registered for the shards, in the first forward; it may raise."""
+    """Call ``check`` in the first forward, before torch takes the registered parameters as shards; it may raise."""
     state = root._get_fsdp_state()
     begin = state._lazy_init
 
@@ -53,9 +53,9 @@ def reduce_at_end(root: Any, group: Group) -> None:
 
 
 def discard_iteration(root: FSDPModule) -> None:
-    """Forget a forward that raised, so that the next one begins anew. Gradients of earlier backwards stay.
+    """Forget a forward that raised, so that the next one starts afresh. Gradients of earlier backwards stay.
 
-    Otherwise a unit of several modules waits for those that did not run, and units train with what was gathered ahead,
+    Otherwise a unit of several modules waits for those that did not run, and units train with copies gathered ahead,
     which may be old by then.
     """
     state = root._get_fsdp_state()
@@ -77,7 +77,7 @@ def discard_iteration(root: FSDPModule) -> None:
 
 
 def enter_again(module: Any) -> None:
-    """Let a unit that has run backward be run anew in the same backward, as any forward that is followed by backward.
+    """Let a unit that has run backward run again in the same backward, like any forward that is followed by backward.
 
     Checkpoints with ``use_reentrant=True`` run it so if forward uses the unit several times. torch, 2.15 too, takes
     this for a recomputation whose backward is still to come, and then loses the gradients in silence.

@@ -1,7 +1,7 @@
 """Calls other modules at fixed points of a parameter group: before and after it is gathered, freed and reduced.
 
-A `Subscriber` overrides the points that it wants. What nobody wants costs nothing: torch's own method runs. This is the
-only module that replaces methods of a group, and the order of subscribers is that of `Turn`, whenever they came.
+A `Subscriber` overrides the points that it wants. A point that nobody wants costs nothing: torch's own method runs.
+Only this module replaces methods of a group. `Turn` orders the subscribers, whenever they subscribed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Role = Literal["gather", "reduce"]
 class Turn(IntEnum):
     """The order of subscribers. Before torch acts, the first is called first; after it has acted, the last is.
 
-    Thus a measurement contains what the others do, and what refuses a step comes before anything is sent for it.
+    Thus a measurement includes the other subscribers, and a step is refused before anything is sent for it.
     """
 
     MEASURING = 0
-    """A rehearsal: where a step is, and what is allocated for a group."""
+    """A rehearsal records where a step is, and the memory allocated for a group."""
     REFUSING = 1
-    """Backwards that cannot work."""
+    """Checks that refuse backwards that cannot work."""
     AGREEING = 2
     """Gradients that only some ranks have."""
     COMPARING = 3
@@ -42,7 +42,7 @@ class Turn(IntEnum):
 
 
 class Subscriber:
-    """Is called at fixed points of parameter groups. Override the points that are wanted; each gets the group.
+    """Base class of objects that are called at fixed points of parameter groups. Override the points that you need.
 
     Points are called where torch acts: within forward and backward, on the thread that runs them.
     """
@@ -76,7 +76,7 @@ class Subscriber:
 
 
 _OBSERVER = "_mmfsdp_observer"
-"""An attribute of the group: what it replaced refers to the group, so that only both together can be collected."""
+"""An attribute of the group: the methods that it replaced refer to the group, so both are collected together."""
 
 
 def observe(groups: Iterable[Group]) -> None:
@@ -106,7 +106,7 @@ def _observer_of(group: Group) -> _Observer:
 
 
 class _Points:
-    """What is called at one method of a group, which may change while the method is installed."""
+    """The callbacks of one method of a group; they may change while the method is installed."""
 
     def __init__(self) -> None:
         self.before: list[Callable[..., Any]] = []
@@ -115,9 +115,9 @@ class _Points:
 
 
 class _Observer:
-    """Replaces the methods of one group that somebody wants to be called at.
+    """Replaces the methods of one group that have subscribers.
 
-    A method is replaced once, and what it calls changes: others, such as torch's memory tracker, may wrap it.
+    A method is replaced once, and only its callbacks change: others, such as torch's memory tracker, may wrap it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -137,7 +137,7 @@ class _Observer:
 
     def _install(self) -> None:
         before_free = self._wanted("before_free")
-        # The first three always, because of what ranks wait for there.
+        # The first three are always replaced, because ranks wait for each other there.
         self._set("unshard", self._wanted("before_gather"), [], "gather")
         self._set("wait_for_unshard", [], [], "gather")
         self._set("post_backward", self._wanted("before_reduce"), self._wanted("reduced")[::-1], "reduce")
@@ -194,7 +194,7 @@ def _communicating(group: Group, name: str, role: Role, points: _Points) -> Call
             call(group)
         try:
             if torch.is_inference_mode_enabled():
-                # What is gathered first under inference_mode() could never be gathered again outside of it.
+                # A group first gathered under inference_mode() could never be gathered again outside of it.
                 with torch.inference_mode(False), torch.no_grad():
                     result = method(group, *args, **kwargs)
             else:

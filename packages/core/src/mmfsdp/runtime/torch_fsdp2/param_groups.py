@@ -27,7 +27,7 @@ Group = Any
 
 
 def groups_in_module(module: FSDPModule) -> list[Group]:
-    """Return the groups of a sharded module, without those of modules below it."""
+    """Return the groups of a sharded module, without the groups of modules below it."""
     state = module._get_fsdp_state()
     if torch_has(HAS_SEVERAL_GROUPS):
         return list(state._fsdp_param_groups)

@@ -1,4 +1,4 @@
-"""Makes ``state_dict()`` return shards without freeing what is gathered."""
+"""Makes ``state_dict()`` return shards without freeing gathered copies."""
 
 from __future__ import annotations
 

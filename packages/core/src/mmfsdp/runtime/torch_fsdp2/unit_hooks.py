@@ -1,4 +1,4 @@
-"""Makes the hooks around a unit's forward do on torch 2.9 to 2.12 what they do on later releases."""
+"""Makes the hooks around a unit's forward work on torch 2.9 to 2.12 as on later releases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["mend_unit"]
 
 
 def mend_unit(modules: list[Any]) -> None:
-    """Make a unit's hooks do what they do since `RUNS_UNITS_IN_PARTS`.
+    """Make a unit's hooks work as they do since `RUNS_UNITS_IN_PARTS`.
 
     Args:
         modules: The modules that ``fully_shard`` has just sharded together.

@@ -1,7 +1,7 @@
 """Finds gradients that are still to be reduced, and fills in zeros where this rank has none.
 
-Only here and in `iterations` are gradients read that torch may keep in a form of its own: until 2.15 those of an
-accumulation lie beside ``.grad``, in their reduce dtype.
+Only this module and `iterations` read gradients that torch may keep in a form of its own: until 2.15 torch keeps
+accumulated gradients beside ``.grad``, in their reduce dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_gradient(group: Group) -> bool:
 
 
 def gradients_of(group: Group) -> Iterator[torch.Tensor]:
-    """Yield the gradients of a group's parameters: those of gathered parameters, and shards that are reduced."""
+    """Yield a group's gradients: unsharded ones of gathered parameters, and reduced ones of shards."""
     for param in group.fsdp_params:
         if hasattr(param, "_unsharded_param"):
             for grad in (param.unsharded_param.grad, getattr(param, "unsharded_accumulated_grad", None)):
