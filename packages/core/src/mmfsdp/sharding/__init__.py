@@ -1,4 +1,4 @@
-"""Carrying out a plan: meshes, devices, initialisation, activation checkpointing and the engines."""
+"""Carries out a plan: meshes, devices, initialisation, activation checkpointing and the engines."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def check_same_machine(scope: Scope) -> None:
 def check_same_plan(model: nn.Module, plan: ShardPlan, scope: Scope) -> None:
     """Check that all ranks have equal models and plans. Collective: every rank of the scope.
 
-    Usually one reduction of sixteen bytes. If something differs, two of the ranks send what they have.
+    This usually takes one reduction of sixteen bytes. If ranks differ, two of them send their models or plans.
 
     Raises:
         RankMismatchError: They differ; raised on every rank.

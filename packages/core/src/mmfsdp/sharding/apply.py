@@ -80,7 +80,7 @@ def shard(
         ignored_modules: See `plan`.
         ignored_params: See `plan`.
         wrap_root: See `apply_plan`.
-        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each replaces that of ``config``.
+        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each overrides the one in ``config``.
 
     Returns:
         The sharded model: ``model`` itself, or with engine ``fsdp1`` the FullyShardedDataParallel around it, which
@@ -205,7 +205,7 @@ def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> Shard
         mesh: A mesh of the plan's shape on the device to compute on.
 
     Returns:
-        The state of the sharded model, whose ``module`` is what to call. Keep the module: the state does not.
+        The state of the sharded model, whose ``module`` is the one to call. Keep the module: the state does not.
 
     Raises:
         ConfigError: The engine cannot carry out the plan.

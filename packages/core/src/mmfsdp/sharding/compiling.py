@@ -37,7 +37,7 @@ def check_backend(plan: CompilePlan) -> Any:
 def compile_unit(modules: Iterable[nn.Module], unit: ShardUnit, plan: ShardPlan) -> None:
     """Compile the calls of a unit's modules in place, if the plan says so. Not collective.
 
-    Call it after activation checkpointing and before the unit is sharded: a compiler cannot gather what it compiles.
+    Call it after activation checkpointing and before the unit is sharded: a compiler cannot gather its own module.
 
     Args:
         modules: The modules of the unit that are called.

@@ -32,7 +32,7 @@ def parameters_on_meta() -> Iterator[None]:
             known[id(param)] = weakref.ref(param), replacement
         return replacement
 
-    # What the hook returns replaces the parameter; torch annotates it as returning nothing.
+    # The value that the hook returns replaces the parameter; torch annotates it as returning nothing.
     handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield

@@ -1,7 +1,7 @@
 """Applies activation checkpointing to the modules that a plan lists, without renaming parameters.
 
 A listed module gets an instance attribute ``forward``. No module is wrapped, so names, state-dict keys and classes stay
-as they are, and hooks of the module, such as those of ``fully_shard``, run outside of the recomputed region.
+as they are, and hooks of the module, such as ``fully_shard``'s, run outside of the recomputed region.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ __all__ = ["Fsdp2Engine", "ReplicateEngine"]
 
 
 class Fsdp2Engine(Engine[ShardedModel]):
-    """Shards with DTensors, so names, shapes and gradients stay those of the model."""
+    """Shards with DTensors, which keep the names and shapes of parameters and gradients."""
 
     name, is_flat = "fsdp2", False
 
