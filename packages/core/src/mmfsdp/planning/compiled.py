@@ -42,7 +42,7 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 
 def around_compiled(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the compiled call of a module by what ``wrap`` makes of it, which runs outside of the graph.
+    """Replace the compiled call of a module by ``wrap(call)``, which runs outside of the graph.
 
     Args:
         module: A compiled module; its forward is replaced if ``torch.compile()`` returned it.
@@ -78,7 +78,7 @@ def compiled_already(model: nn.Module, units: tuple[ShardUnit, ...]) -> tuple[st
 def compile_plan(
     model: nn.Module, config: CompileConfig | None, units: tuple[ShardUnit, ...]
 ) -> tuple[CompilePlan | None, list[Note]]:
-    """Return what is compiled, or None, and notes on it.
+    """Return the plan of compilation, or None if nothing is compiled, and notes on it.
 
     Args:
         model: The model.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 __all__ = ["divide_into_buckets", "muon_flops"]
 
 _HELD = 6
-"""Parts of buckets that a rank holds at once: what it sends and receives of the next bucket, what it owns of this one
-and its updates, and updates of the one before that it sends and receives."""
+"""Parts of buckets that a rank holds at once: it sends and receives parts of the next bucket, owns a part of this one
+and its updates, and sends and receives updates of the one before."""
 
 
 def divide_into_buckets(sizes: Sequence[int], most: int, ranks: int) -> list[list[int]]:

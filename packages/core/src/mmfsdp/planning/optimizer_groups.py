@@ -29,7 +29,7 @@ class OptimizerPlan(Record):
 
     groups: tuple[OptimizerGroup, ...]
     bucket_bytes: int
-    """The most that matrices that travel together take, and about what a rank holds of messages."""
+    """Maximum bytes of matrices that travel together, and roughly the bytes of messages that a rank holds."""
 
     def matrices(self, group: OptimizerGroup, params: Mapping[str, ParamEntry]) -> list[tuple[int, int]]:
         """Return the rows and columns of each matrix of a group."""
@@ -44,7 +44,7 @@ class OptimizerPlan(Record):
     def buckets(self, params: Mapping[str, ParamEntry], ranks: int) -> list[list[tuple[int, str]]]:
         """Return the parameters under Muon that travel together, each with the index of its group.
 
-        Buckets are filled across groups, so two groups may share one. All are of one mesh, as those of a plan are.
+        Buckets are filled across groups, so two groups may share one. All share the one mesh of the plan.
 
         Args:
             params: The parameters of the plan by FQN.

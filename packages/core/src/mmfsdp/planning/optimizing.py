@@ -89,7 +89,7 @@ def _owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 def _not_for_muon(model: nn.Module, entry: ParamEntry, owner: nn.Module, own: str, *, is_stack: bool) -> str:
     """Return why Muon should not update a parameter, or an empty string.
 
-    Its authors advise it for the hidden layers: not for embeddings, the output layer, and what is no matrix.
+    Its authors advise it for the hidden layers: not for embeddings, the output layer, or tensors that are not matrices.
     """
     owners = [owner, *(_owner_of(model, alias)[0] for alias in entry.aliases)]
     if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in owners):

@@ -1,4 +1,4 @@
-"""What a plan says of a model, and the bytes that follow from it. Torch-free."""
+"""The content of a plan for a model, and the bytes that follow from it. Torch-free."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class ShardUnit(Record):
 
 
 class ActivationPlan(Record):
-    """The modules that recompute their forward in backward; other fields are those of the configuration."""
+    """The modules that recompute their forward in backward; other fields repeat the configuration."""
 
     fqns: tuple[str, ...]
     mode: Literal["full", "ops"] = "full"
@@ -168,7 +168,7 @@ class ActivationPlan(Record):
 
 
 class CompilePlan(Record):
-    """The shard units that are compiled in place; other fields are those of ``module.compile()``."""
+    """The shard units that are compiled in place; other fields are arguments of ``module.compile()``."""
 
     fqns: tuple[str, ...]
     backend: str = "inductor"

@@ -68,7 +68,7 @@ def plan(
         check_fn: ``(module) -> bool``, in place of ``config.activation_checkpointing.check_fn``.
         ignored_modules: Module objects, besides ``config.sharding.ignored_modules``.
         ignored_params: Parameter objects, besides ``config.sharding.ignored_parameters``.
-        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each replaces that of ``config``.
+        **settings: Settings of `ShardConfig`, such as ``precision="bf16"``; each overrides the one in ``config``.
 
     Returns:
         The plan; equal inputs give equal plans.
@@ -232,7 +232,7 @@ def _engine_notes(config: ShardConfig, engine: Engine) -> list[Note]:
 
 
 def _cache_notes(model: nn.Module) -> list[Note]:
-    """Say so if layers of transformers would fill a cache, and fill it again when they are computed again."""
+    """Note that layers of transformers would fill a cache, and fill it again when they are recomputed."""
     if getattr(getattr(model, "config", None), "use_cache", False) is not True:
         return []
     return [
@@ -248,7 +248,7 @@ _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, n
 
 
 def _buffer_notes(model: nn.Module, ranks: int, config: ShardConfig) -> list[Note]:
-    """Name the buffers that training writes: each rank's batches write other values."""
+    """Note the buffers that training writes: each rank's batches write different values."""
     written = [
         f"{fqn}.running_mean" if fqn else "running_mean"
         for fqn, module in model.named_modules()

@@ -121,7 +121,7 @@ def _hoist_used_by_parent(root: nn.Module, matches: list[Match], notes: list[Not
 
 
 def _hoist_to_compiled(root: nn.Module, matches: list[Match]) -> list[Match]:
-    """Make a compiled wrapper the unit in place of the module in it: a compiler cannot gather what it compiles."""
+    """Make a compiled wrapper the unit in place of the module in it: a compiler cannot gather its own module."""
     parents: dict[int, list[nn.Module]] = {}
     names: dict[int, str] = {}
     for fqn, module in root.named_modules():

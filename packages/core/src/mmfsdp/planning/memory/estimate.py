@@ -1,4 +1,4 @@
-"""Estimates the memory of a rank from a plan: what it keeps between steps, and what a step gathers and reduces."""
+"""Estimates the memory of a rank from a plan: what is kept between steps, gathered and reduced."""
 
 from __future__ import annotations
 
@@ -143,15 +143,15 @@ class MemoryEstimate:
 def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: int = 0) -> MemoryEstimate:
     """Return the bytes of memory that one rank needs for a training step. Pure, and not collective.
 
-    With ``own`` as the bytes per element of a parameter's stored dtype, ``compute`` and ``reduce`` as those of its
-    unit's dtypes, and sums over parameters; ``whole`` is all elements, dimension 0 padded to a multiple of the ranks:
+    ``own`` is the bytes per element of a parameter's stored dtype, ``compute`` and ``reduce`` of its unit's dtypes.
+    ``whole`` is all elements, dimension 0 padded to a multiple of the ranks. The terms are sums over parameters:
 
     - parameters: ``local elements * own``; gradients the same, of trained parameters. They are reduced in another
       dtype, and kept in the stored one. (fsdp1 with ``keep_low_precision_grads``: ``local elements * compute``.)
     - optimizer state: ``local elements * own * tensors + 4 * scalars``, of trained parameters: see `OPTIMIZERS`.
     - gathered: ``whole * compute`` of a unit. The root and units that do not reshard stay gathered from forward to
-      backward; those that reshard to ``k`` ranks keep ``1 / k``. On top of what stays comes, at the worst moment of a
-      step, a unit's parameters, what was received for it, and what was received for the unit before it (since torch
+      backward; those that reshard to ``k`` ranks keep ``1 / k``. On top of that come, at the worst moment of a
+      step, a unit's parameters, its receive buffer, and the receive buffer of the unit before it (since torch
       2.15 that is freed before the copy), or for the ``prefetch.forward`` units after it. (fsdp1 copies nothing: the
       unit and the next one.)
     - reducing: ``elements * compute + whole * reduce`` of the trained parameters of the largest unit: its gradients,

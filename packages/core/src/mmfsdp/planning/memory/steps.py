@@ -33,7 +33,7 @@ def gathered_bytes(plan: ShardPlan) -> int:
         elif plan.mesh.shard == 1:
             forward = backward = size  # copied from the shard, which is whole
         else:
-            # What was received for a unit is freed when the next unit is copied from what it received: before or after.
+            # A unit's receive buffer is freed when the next unit is copied out of its own: before or after.
             receiving, computing = sum(full[max(i - 1, 0) : i + max(ahead, 1)]), size + sum(full[i : i + 1 + ahead])
             forward = max(receiving + (0 if frees_received_first() else size), computing)
             backward = 0 if kept[i] == size else kept[i] + 2 * size

@@ -55,8 +55,8 @@ def match_classes(
 ) -> dict[type, str]:
     """Return the classes of a model's modules that are, or derive from, one of the named classes.
 
-    Names are compared with those of each module's base classes, and looked up in what is imported already (a package
-    may give a class a second home: ``'torch.nn.Linear'``). Nothing is imported.
+    Names are compared with the names of each module's base classes, and looked up in modules that are already imported
+    (a package may give a class a second home: ``'torch.nn.Linear'``). Nothing is imported.
 
     Args:
         wanted: Class names: ``'Block'``, ``'my.models.Block'`` or ``'my.models:Block'``.

@@ -1,1 +1,1 @@
-"""The dtypes of each shard unit, and what they round."""
+"""The dtypes of each shard unit, and the weights that they round."""

@@ -127,7 +127,7 @@ def unit_precision(
     return UnitPrecision(
         param_dtype=config.param_dtype,
         reduce_dtype=config.reduce_dtype,
-        # What kept modules add to is float32, and may be too large for float16. Layers cast it where they need to.
+        # Tensors that kept modules add to are float32, and may overflow float16. Layers cast them where they need to.
         cast_forward_inputs=config.cast_forward_inputs and not holds_kept(match.fqn, kept),
     )
 
