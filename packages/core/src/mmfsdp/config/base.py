@@ -33,10 +33,10 @@ def setting(path: str) -> str:
 
 @contextmanager
 def settings_written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about settings speak of what the user has written in place of them.
+    """Make errors about settings show the names that the user wrote for them.
 
     Args:
-        names: What is written instead of a setting, or of a section of settings, by path.
+        names: The user's name of each setting, or section of settings, by path.
     """
     token = _written.set(names)
     try:

@@ -66,7 +66,7 @@ def one_of(*words: str, spelling: Callable[[str], str] = str.lower) -> Callable[
 
     Args:
         *words: The accepted words.
-        spelling: Turns what was written, a string or the name of an enum member, into an accepted word.
+        spelling: Turns the given value, a string or the name of an enum member, into an accepted word.
     """
 
     def read(value: Any) -> str:

@@ -40,7 +40,7 @@ class AdamWConfig(ConfigModel):
 class OptimizerConfig(ConfigModel):
     """Which optimizer updates each parameter: Muon the matrices of hidden layers, AdamW all others.
 
-    The settings beside ``muon`` and ``adamw`` are those of ``torch.optim.Muon``, with its defaults.
+    ``lr`` to ``adjust_lr_fn`` have the names and defaults of ``torch.optim.Muon``.
     """
 
     if TYPE_CHECKING:

@@ -16,7 +16,7 @@ class Synonym:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """An example in our words, by the names of `ShardConfig`; empty if no setting does it."""
     note: str = ""
-    """A sentence with what the example does not say, or with what to do instead."""
+    """A sentence that completes the example, or says what to do instead."""
 
 
 _BLOCKS = Synonym(

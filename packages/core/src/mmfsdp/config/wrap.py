@@ -48,7 +48,7 @@ class NoWrap(ConfigModel):
 class SizeWrap(ConfigModel):
     """Bottom-up, a module becomes a unit once it holds enough parameters that no unit below it has.
 
-    The rule is that of ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
+    It follows the rule of ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
 
     if TYPE_CHECKING:
