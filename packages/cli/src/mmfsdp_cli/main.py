@@ -109,10 +109,10 @@ def main() -> None:
     """Run the command line."""
     # SIGTERM must not leave half an output: raise, as an interrupt does, so that the conversion cleans up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    # Our own threads share the work. Those of numpy's BLAS take CPU time from them: as soon as numpy is imported, and
-    # in products, where they wait for each other.
+    # Our own threads share the work. The BLAS threads of numpy take CPU time from them as soon as numpy is imported,
+    # and in products, where they wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Metadata is many objects and no garbage: searching them for cycles takes as long as reading them.
+    # Metadata has many objects and no garbage: searching them for cycles takes as long as reading them.
     gc.disable()
     try:
         sys.exit(app(prog_name="mmfsdp-cli", standalone_mode=False))

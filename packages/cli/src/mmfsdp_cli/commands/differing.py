@@ -141,7 +141,7 @@ def _print(report: DiffReport, limit: int) -> None:
 
 
 def _both(a: object, b: object) -> str:
-    """Return two values as text; of long ones, such as whole configs, only what is around the first difference."""
+    """Return two values as text; of long ones, such as whole configs, only the part around the first difference."""
     one, other = repr(a), repr(b)
     if max(len(one), len(other)) <= _LONG:
         return f"{one} and {other}"

@@ -39,7 +39,7 @@ def key_values(texts: Sequence[str], option: str) -> dict[str, Any]:
 
 @contextmanager
 def running_user_code() -> Iterator[None]:
-    """Import modules from the current directory too, as ``python -m`` does, and send what they print to stderr."""
+    """Import modules from the current directory too, as ``python -m`` does, and send their output to stderr."""
     gc.enable()  # unlike reading metadata, frameworks leave garbage
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)

@@ -37,7 +37,7 @@ def planned(model: nn.Module, ranks: str, means: Translated) -> ShardPlan:
 def settings_of(
     model: nn.Module, source: ReadConfig | None, config: Path | None, changes: dict[str, Any]
 ) -> Translated:
-    """Return the settings of a file, or else those of the model's config, with changes by the paths of settings."""
+    """Return the settings of a file, or else of the model's config, changed at the given paths."""
     from mmfsdp import ShardConfig
     from mmfsdp.torch_style import Translated
 

@@ -15,7 +15,7 @@ def with_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     A bare value on the way, such as ``sharding='FULL_SHARD'``, cannot be gone into.
 
     Raises:
-        ConfigError: A path leads through something that is no section.
+        ConfigError: A path leads through a value that is not a section.
     """
     from mmfsdp.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, with what the shell completes for them."""
+"""Arguments and options that several commands share, with their completions for the shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of every command that writes a checkpoint, the settings that they stand for, and what it prints."""
+"""Options of every command that writes a checkpoint, the settings that they stand for, and the lines that it prints."""
 
 from __future__ import annotations
 
