@@ -10,7 +10,7 @@ from click.exceptions import Exit
 
 from mmfsdp_cli.options.modelling import reference_of
 from mmfsdp_cli.options.shared import checkpoint_argument, json_report, limit, option, shapes_from, trust
-from mmfsdp_cli.printing.console import reporting_errors, say, say_list, with_options
+from mmfsdp_cli.printing.console import reporting_errors, say, say_list
 from mmfsdp_cli.printing.help import Command
 from mmfsdp_cli.printing.progress import byte_progress
 
@@ -62,7 +62,7 @@ def verify_command(
             click.echo(json.dumps(report.describe(), indent=1))
         else:
             for problem in report.problems[: limit or None]:
-                say(f"error: {with_options(problem.message)}", colour="red", err=True)
+                say(f"error: {problem.message}", colour="red", err=True)
             if limit and len(report.problems) > limit:
                 say(f"... and {len(report.problems) - limit} more (--limit 0 shows all)", err=True)
             say_list("Not checked", [*report.unchecked], limit, colour="magenta")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,20 +27,22 @@ __all__ = [
     "say_usage_error",
     "shown_name",
     "terminal_width",
-    "with_options",
 ]
 
 _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 130
 _NAME = 200  # characters
-_VALUES = ("model", "tensor", "tree")  # words that errors use for other things than the options of that name
 _NEGATED = {"verify": "--no-checksums", "fsync": "--no-fsync"}
 
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn errors of the library and of the operating system into a line on stderr and an exit code."""
+    """Turn errors of the library and of the operating system into a line on stderr and an exit code.
+
+    Messages of the library speak of the options of the command that runs.
+    """
+    from mmfsdp.basics import arguments_written_as
     from mmfsdp.errors import (
         CheckpointNotFoundError,
         ConfigError,
@@ -53,15 +54,14 @@ def reporting_errors() -> Iterator[None]:
     )
 
     usage = (ConfigError, PlanError, RehearsalError, CheckpointNotFoundError, FormatError, MissingTorchError)
+    options = _option_names()
     try:
-        yield
+        with arguments_written_as(options):
+            yield
     except MmfsdpError as error:
-        known, context = _option_names(), {key: str(value) for key, value in error.context.items()}
-        config = context.get("config", "")
-        # An error about a key that is no option of the command speaks of other keys and words of the same file.
-        message = error.message if config.isidentifier() and config not in known else with_options(error.message)
-        # The message names the option or the file already.
-        if config in known or context.get("file", "\0") in message:
+        message, context = error.message, {key: str(value) for key, value in error.context.items()}
+        # The message names the option or the file already. The model of a config is not that of --model.
+        if context.get("config") in {*options} - {"model"} or context.get("file", "\0") in message:
             context = {key: value for key, value in context.items() if key not in ("config", "file")}
         message += f" ({', '.join(f'{key}: {value}' for key, value in context.items())})" if context else ""
         _complain(error, message, _USAGE if isinstance(error, usage) or _target_exists(error) else _FAILED)
@@ -209,27 +209,12 @@ def _visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def with_options(message: str) -> str:
-    """Return a message of the library with the options of the command that runs in place of the settings."""
-    names = _option_names()
-    message = message.replace("layout_of_model(model) as 'reference'", "--model")
-    # What is suggested instead of a word is one for the same place, such as a key in a file.
-    pattern = r"Conversion\.(\w+)|(?<!Did you mean )'(\w+)'|\b(\w+)=(?:True|False)\b|\b(\w+)=(?=['\d])"
-
-    def option(match: re.Match[str]) -> str:
-        name = names.get(next(filter(None, match.groups())))
-        return match[0] if name is None else f"{name} " if match[4] else name
-
-    return re.sub(pattern, option, message)
-
-
 def _option_names() -> dict[str, str]:
     """Return the options of the command that runs, by the settings that they stand for."""
     context = click.get_current_context(silent=True)
     params = [] if context is None else context.command.params
     names = {param.name or "": max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
-    names |= {name: option for name, option in _NEGATED.items() if option in names.values()}
-    return {name: option for name, option in names.items() if name not in _VALUES}
+    return names | {name: option for name, option in _NEGATED.items() if option in names.values()}
 
 
 def _target_exists(error: Exception) -> bool:

@@ -1,3 +1,4 @@
+from mmfsdp.basics.arguments import arguments_written_as as arguments_written_as
 from mmfsdp.basics.dtypes import canonical_dtype as canonical_dtype
 from mmfsdp.basics.dtypes import to_torch as to_torch
 from mmfsdp.basics.installing import pip_install as pip_install

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mmfsdp.basics.arguments import argument
+
 __all__ = [
     "OtherCodes",
     "Stored",
@@ -242,7 +244,7 @@ def how_to_restore(name: str, tensors: Mapping[str, Stored]) -> str:
         return others
     scale = scales_of(tensors).get(name)
     if scale is not None and block_of(tensors[name], tensors[scale]) is not None:
-        return "Add quantize='none', which restores the weights first."
+        return f"Add {argument('quantize', 'none')}, which restores the weights first."
     return _SAVE_NUMBERS
 
 

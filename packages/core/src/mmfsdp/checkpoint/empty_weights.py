@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -34,6 +35,6 @@ def refuse_empty_weights(tensors: Mapping[str, TensorEntry], file: Any) -> None:
             f"{name_list(names, 5)} {'has' if len(names) == 1 else 'have'} the shape [0], so the weights are not "
             "here: ZeRO-3 keeps a parameter so on each rank, and the model was saved without gathering it. Save it "
             "again with stage3_gather_16bit_weights_on_model_save, or convert the ZeRO checkpoint itself. What is not "
-            "needed can be left out with 'exclude'.",
+            f"needed can be left out with {argument('exclude')}.",
             file=str(file),
         )

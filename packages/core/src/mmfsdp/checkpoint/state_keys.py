@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.optimizer_forms import GROUPS, NAMES, STATE, by_index, by_name, numbered, unflattened, with_names
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import find_weights, is_ref
@@ -137,7 +138,7 @@ def _refs(entries: Any) -> list[TensorRef]:
 def _unknown(layout: Layout, reason: str) -> FormatError:
     return FormatError(
         f"The optimizer's state in {layout.path.name} is indexed by position, and the names of the parameters are "
-        f"unknown: {reason}. Leave it out with 'drop' 'optimizer', write a format that keeps positions "
+        f"unknown: {reason}. Leave it out with {argument('drop')} 'optimizer', write a format that keeps positions "
         "('pth', 'local'), or save with mmfsdp, which stores the names.",
         file=str(layout.path),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject
@@ -309,9 +310,9 @@ def weights_of(layout: Layout) -> Weights:
         return found
     if not layout.top_level:
         raise FormatError(f"{layout.path.name} holds nothing: it has no weights.", file=str(layout.path))
-    remedy = "name one with 'keep'."
+    remedy = f"name one with {argument('keep')}."
     if beside := layout.weights_beside():
-        remedy = f"name one with 'keep', or open what lies beside it: {listed(beside)}."
+        remedy = f"name one with {argument('keep')}, or open what lies beside it: {listed(beside)}."
     if "ds_version" in layout.tree:
         remedy = f"it is one of several files of DeepSpeed. Open its directory {str(layout.path.parent)!r}."
     raise FormatError(
@@ -329,24 +330,24 @@ def _without(tree: Mapping[Any, Any], *keys: Any) -> dict[Any, Any]:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-def top_level_key(layout: Layout, name: str, argument: str = "keep") -> Any:
+def top_level_key(layout: Layout, name: str, given_as: str = "keep") -> Any:
     """Return the top-level key that is written ``name``.
 
     Args:
         layout: The checkpoint.
         name: The key as text.
-        argument: What the caller gave it as: ``'keep'``, or ``'drop'``.
+        given_as: What the caller gave it as: ``'keep'``, or ``'drop'``.
 
     Raises:
         ConfigError: There is none; the message names the nearest.
     """
     found = [key for key in layout.tree if str(key) == name] if isinstance(layout.tree, dict) else []
     if not found:
-        words = ["model", "all"] if argument == "keep" else []
+        words = ["model", "all"] if given_as == "keep" else []
         hint = closest(name, [*words, *layout.top_level])
         what = "neither 'model' nor 'all' nor a" if words else "no"
         raise ConfigError(
-            f"{argument}={name!r} is {what} top-level key of {layout.path.name}.{hint} Its keys are "
+            f"{argument(given_as, name)} is {what} top-level key of {layout.path.name}.{hint} Its keys are "
             f"{listed(layout.top_level)}."
         )
     return found[0]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import codes_in_units, how_to_restore, parts_of_codes
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
@@ -98,19 +99,25 @@ def _factors(count: int, weights: Sequence[float] | None, ema: float | None) -> 
     if count < 2:
         raise ConfigError(f"An average needs at least two checkpoints, got {count}.")
     if weights is not None and ema is not None:
-        raise ConfigError("'weights' and 'ema' are two ways to say the same. Give one of them.")
+        raise ConfigError(
+            f"{argument('weights')} and {argument('ema')} are two ways to say the same. Give one of them."
+        )
     if ema is not None:
         if not isinstance(ema, Real) or not 0 < ema < 1:
-            raise ConfigError(f"'ema' must lie between 0 and 1, got {ema!r}. 0.9 keeps nine tenths of the average.")
+            raise ConfigError(
+                f"{argument('ema')} must lie between 0 and 1, got {ema!r}. 0.9 keeps nine tenths of the average."
+            )
         return (ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - index) for index in range(1, count))), 1.0
     if weights is not None and not all(isinstance(weight, Real) for weight in weights):
-        raise ConfigError(f"'weights' must be numbers, got {weights!r}.")
+        raise ConfigError(f"{argument('weights')} must be numbers, got {weights!r}.")
     factors = (1.0,) * count if weights is None else tuple(map(float, weights))
     if len(factors) != count:
-        raise ConfigError(f"'weights' needs one number per checkpoint: expected {count}, got {len(factors)}.")
+        raise ConfigError(
+            f"{argument('weights')} needs one number per checkpoint: expected {count}, got {len(factors)}."
+        )
     total = math.fsum(factors)
     if not math.isfinite(total) or total == 0:
-        raise ConfigError(f"'weights' must be finite and not add up to zero, got {list(factors)}.")
+        raise ConfigError(f"{argument('weights')} must be finite and not add up to zero, got {list(factors)}.")
     return factors, total
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.arithmetic.adapters import Adapter
 from mmfsdp.checkpoint.arithmetic.factors import FactorTable, check_settings, trained_modules
@@ -85,7 +86,8 @@ def _component(parts: Mapping[str, Any], component: str | None, folder: str, fil
     wanted = component or (folder if folder in parts else next(iter(parts)) if len(parts) == 1 else None)
     if wanted is None:
         raise ConfigError(
-            f"{file.name} has factors for {name_list([*parts])}: set 'component' to the one that the base is.",
+            f"{file.name} has factors for {name_list([*parts])}: set {argument('component')} to the one that the base "
+            "is.",
             file=str(file),
         )
     if wanted not in parts:

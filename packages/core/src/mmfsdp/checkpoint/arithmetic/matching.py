@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.settings import Conversion, target_format
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -30,9 +31,9 @@ def for_weights(conversion: Conversion, command: str) -> Conversion:
     for name, value in (("keep", conversion.keep not in (None, "model")), ("drop", conversion.drop)):
         if value:
             given = getattr(conversion, name)
-            raise ConfigError(f"{command} works on the weights; leave out {name!r} {given!r}.", config=name)
+            raise ConfigError(f"{command} works on the weights; leave out {argument(name)} {given!r}.", config=name)
     if conversion.use_ema:
-        raise ConfigError(f"{command} works on 'state_dict'; convert each checkpoint with 'use_ema' first.")
+        raise ConfigError(f"{command} works on 'state_dict'; convert each checkpoint with {argument('use_ema')} first.")
     return conversion.changed({"keep": "model"})
 
 
@@ -103,7 +104,6 @@ def _check_names(one: Layout, ours: Mapping[str, TensorEntry], two: Layout, thei
 def _hint(one: Layout, ours: Mapping[str, TensorEntry], two: Layout, theirs: Mapping[str, TensorEntry]) -> str:
     for layout, names, others in ((one, ours, theirs), (two, theirs, ours)):
         if prefix := common_prefix(names, others):
-            return (
-                f" Without {prefix!r} in {str(layout.path)!r} they would match: convert it with 'strip_prefix' first."
-            )
+            remedy = f"convert it with {argument('strip_prefix')} first."
+            return f" Without {prefix!r} in {str(layout.path)!r} they would match: {remedy}"
     return ""

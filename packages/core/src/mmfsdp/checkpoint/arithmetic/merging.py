@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import codes_in_units, how_to_restore, not_restored, scales_of
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.basics.text import name_list
@@ -97,8 +98,8 @@ def _read(adapter: str | os.PathLike[str], component: str | None, base: Layout) 
         return read_diffusers_adapter(file, component, _folder(base).name)
     if component is not None:
         raise ConfigError(
-            f"component={component!r} is for an adapter of a pipeline, in one file as diffusers writes it, which "
-            f"{os.fspath(adapter)!r} is not. Leave it out."
+            f"{argument('component', component)} is for an adapter of a pipeline, in one file as diffusers writes it, "
+            f"which {os.fspath(adapter)!r} is not. Leave it out."
         )
     return read_adapter(adapter)
 
@@ -253,7 +254,7 @@ def _check_modules(base: Layout, found: BaseNames, adapter: Adapter, prefix: str
         problems.append(f"and {len(missing) - 5} more are missing")
     ends = {name.removesuffix(wanted[0]) for name in names if name.endswith(wanted[0])}
     other = next((end for end in sorted(ends, key=len) if all(end + name in names for name in wanted)), None)
-    hint = f" All of them are there below {other!r}: set 'prefix' to it." if other is not None else ""
+    hint = f" All of them are there below {other!r}: set {argument('prefix')} to it." if other is not None else ""
     if longer := common_prefix(wanted, {name.removeprefix(prefix) for name in names}):
         hint = f" Without {longer!r} they are there: {_renaming(adapter, longer)}"
     folder = _folder(base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import OtherCodes, codes_in_units, how_to_restore, parts_of_codes, scales_of
 from mmfsdp.basics.dtypes import canonical_dtype, is_floating_point
 from mmfsdp.basics.text import compile_pattern, name_list
@@ -54,7 +55,7 @@ def chosen_dtypes(
     _refuse_codes(chosen, tensors)
     if only_scales is not None:
         pattern, name = only_scales
-        subject = "'dtype' finds" if isinstance(wanted, str) else f"dtype pattern {pattern!r} matches"
+        subject = f"{argument('dtype')} finds" if isinstance(wanted, str) else f"dtype pattern {pattern!r} matches"
         raise ConfigError(
             f"{subject} only what belongs to codes, such as {name!r} of weights quantised by "
             f"{parts[name].kind}: a cast would change what they stand for. Leave it out.",

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.text import WRAPPER_PREFIX, parse_bytes
 from mmfsdp.checkpoint.conversion.casts import chosen_dtypes
@@ -93,8 +94,8 @@ def intended(
     refuse_empty_weights(stored, layout.path)
     if target.tensors_only and not stored and layout.tensors:
         raise ConfigError(
-            f"keep={keep!r} holds no tensor, and a {target.name} file holds nothing else. Write a .pth file, or keep "
-            "another part.",
+            f"{argument('keep', keep)} holds no tensor, and a {target.name} file holds nothing else. Write a .pth "
+            "file, or keep another part.",
             config="keep",
         )
     chosen, kept_codes = ({}, ()) if conversion.dtype is None else chosen_dtypes(conversion.dtype, stored)
@@ -256,7 +257,7 @@ def _averaged(layout: Layout, weights: dict[Any, Any]) -> tuple[dict[Any, Any], 
     averaged = layout.tree.get("ema_state_dict")
     if not isinstance(averaged, dict):
         raise FormatError(
-            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out 'use_ema' "
+            f"{layout.path.name} has no 'ema_state_dict', so no averaged weights. Leave out {argument('use_ema')} "
             "for the weights that it has.",
             file=str(layout.path),
         )

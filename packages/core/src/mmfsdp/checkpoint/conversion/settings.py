@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.boxes import Ranks
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.basics.text import compile_pattern, compile_regex, name_list, parse_bytes
@@ -127,7 +128,7 @@ class Conversion:
                 if (value := getattr(self, name)) is not None:
                     object.__setattr__(self, name, check(value))
             except ConfigError as error:
-                wrong[name] = f"Conversion.{name}: {error.message}"
+                wrong[name] = f"{argument(name, python=f'Conversion.{name}')}: {error.message}"
         if wrong:
             lines = [*wrong.values()]
             several = "\n".join([f"{len(lines)} settings are wrong:", *(f"  - {line}" for line in lines)])
@@ -137,13 +138,16 @@ class Conversion:
     def _check_together(self) -> None:
         if self.drop and self.keep not in (None, "all"):
             raise ConfigError(
-                f"Conversion: 'drop' leaves keys out of everything; it cannot be combined with 'keep' {self.keep!r}. "
-                "Remove one."
+                f"Conversion: {argument('drop')} leaves keys out of everything; it cannot be combined with "
+                f"{argument('keep')} {self.keep!r}. Remove one."
             )
         part = "all" if self.drop else self.keep
         if self.recipe is None and (self.inverse or self.recipe_values):
             given = "inverse" if self.inverse else "recipe_values"
-            raise ConfigError(f"Conversion: {given!r} needs a 'recipe'. Set it, or remove {given!r}.", config=given)
+            raise ConfigError(
+                f"Conversion: {argument(given)} needs a {argument('recipe')}. Set it, or remove {argument(given)}.",
+                config=given,
+            )
         weights_alone = (
             ("use_ema", self.use_ema),
             ("publish", self.publish),
@@ -151,9 +155,9 @@ class Conversion:
         )
         for name, wanted in weights_alone:
             if wanted and part not in (None, "model"):
-                given = "'drop'" if self.drop else f"'keep' {part!r}"
+                given = argument("drop") if self.drop else f"{argument('keep')} {part!r}"
                 raise ConfigError(
-                    f"Conversion: {name!r} writes the weights; it cannot be combined with {given}. Remove one."
+                    f"Conversion: {argument(name)} writes the weights; it cannot be combined with {given}. Remove one."
                 )
 
     def changed(self, settings: Mapping[str, Any]) -> Conversion:
@@ -312,24 +316,24 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     if conversion.to is not None:
         target = find_format(conversion.to, _WRITTEN, "format to write")
         if target.directory and path.suffix.lower() in _OF_FILES:
-            remedy = f"Leave out {path.suffix!r}{', or ' + repr('to') if by_suffix is not None else ''}."
+            remedy = f"Leave out {path.suffix!r}{', or ' + argument('to') if by_suffix is not None else ''}."
             raise ConfigError(f"{conversion.to!r} writes a directory, and {path.name!r} is named like a file. {remedy}")
         if by_suffix is not None and by_suffix is not target:
             raise ConfigError(
                 f"{path.name!r} is named like {by_suffix.description}, and {conversion.to!r} is not that. Leave out "
-                f"'to', or choose another suffix than {path.suffix!r}."
+                f"{argument('to')}, or choose another suffix than {path.suffix!r}."
             )
     elif conversion.max_shard_size is None and by_suffix is not None:
         target = by_suffix
     elif conversion.max_shard_size is None:
         raise ConfigError(
             f"The suffix {path.suffix!r} of {path.name!r} does not name a format. Use .safetensors, .pth or .pt, or "
-            "set 'to' to 'safetensors', 'pth', 'hf', 'gguf', 'dcp' or 'local'."
+            f"set {argument('to')} to 'safetensors', 'pth', 'hf', 'gguf', 'dcp' or 'local'."
         )
     elif by_suffix is not None:
         raise ConfigError(
-            f"'max_shard_size' writes a directory of several files, but {path.name!r} has the suffix of a file. Leave "
-            "out the suffix."
+            f"{argument('max_shard_size')} writes a directory of several files, but {path.name!r} has the suffix of a "
+            "file. Leave out the suffix."
         )
     else:
         target = find_format("safetensors_index")
@@ -344,9 +348,9 @@ def target_format(path: Path, conversion: Conversion) -> Format:
     ):
         if getattr(conversion, setting) and not fits:
             given = conversion.to or target.name
-            raise ConfigError(f"{setting!r} applies only to the format {needed}, not to {given!r}.")
+            raise ConfigError(f"{argument(setting)} applies only to the format {needed}, not to {given!r}.")
     if target.like and (conversion.drop or conversion.keep not in (None, "model")):
-        given = f"'keep' {conversion.keep!r}" if conversion.keep else "'drop'"
+        given = f"{argument('keep')} {conversion.keep!r}" if conversion.keep else argument("drop")
         raise ConfigError(f"A {target.like} holds the weights; it cannot be combined with {given}. Remove it.")
     return target
 
@@ -416,7 +420,7 @@ class NameRules:
             try:
                 name, matches = regex.subn(replacement, name)
             except (re.error, IndexError) as error:
-                raise ConfigError(f"rename={text!r} -> {replacement!r} is malformed: {error}.") from error
+                raise ConfigError(f"{argument('rename', text)} -> {replacement!r} is malformed: {error}.") from error
             self._hits[f"rename {text}"] = self._hits.get(f"rename {text}", 0) + (matches if count else 0)
         if count and name != given:
             self.renames[given] = name
@@ -431,11 +435,13 @@ class NameRules:
         Raises:
             ConfigError: It names the rule and the nearest names.
         """
-        unused = [(f"include={pattern!r}", pattern) for pattern in self.include if not self._hits.get(pattern)]
-        unused += [(f"exclude={pattern!r}", pattern) for pattern in self.exclude if not self._hits.get(pattern)]
-        unused += [(f"rename={text!r}", text) for _, _, text in self._rename if not self._hits.get(f"rename {text}")]
+        unused = [(argument("include", pattern), pattern) for pattern in self.include if not self._hits.get(pattern)]
+        unused += [(argument("exclude", pattern), pattern) for pattern in self.exclude if not self._hits.get(pattern)]
+        unused += [
+            (argument("rename", text), text) for _, _, text in self._rename if not self._hits.get(f"rename {text}")
+        ]
         if self.strip_prefix and not self._hits.get("strip_prefix"):
-            unused.append((f"strip_prefix={self.strip_prefix!r}", self.strip_prefix))
+            unused.append((argument("strip_prefix", self.strip_prefix), self.strip_prefix))
         if unused:
             spelling, pattern = unused[0]
             present = list(names)

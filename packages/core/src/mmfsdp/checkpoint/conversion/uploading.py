@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast, overload
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.conversion.output import check_output
 from mmfsdp.checkpoint.conversion.selection import Intent
@@ -75,14 +76,17 @@ def _check(folder: S3Folder, url: str, names: Collection[str], chosen: Conversio
         CheckpointError: The store does not answer.
     """
     if chosen.publish:
-        raise ConfigError(f"Conversion.publish: works only for targets on this machine, and not for {url!r}.")
+        raise ConfigError(
+            f"{argument('publish', python='Conversion.publish')}: works only for targets on this machine, and not for "
+            f"{url!r}."
+        )
     if not folder.exists() or (chosen.overwrite and not directory):
         return
     if directory and chosen.resume and {*folder.names()} <= {*names}:  # the manifest, which comes last, is missing
         return
     raise TargetExistsError(
         f"{url!r} exists already. Choose another name"
-        + (", or remove it first." if directory else ", or pass overwrite=True to replace this file."),
+        + (", or remove it first." if directory else f", or pass {argument('overwrite', True)} to replace this file."),
         file=url,
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.checkpoint.files.disk import exchange, located, refuse_missing_parent, remove, rename_new, sync
 from mmfsdp.checkpoint.files.siblings import (
     Kind,
@@ -252,7 +253,8 @@ def refuse_other_content(target: Path, kept: Container[str] = ()) -> None:
 def _exists(path: Path) -> TargetExistsError:
     kind = "directory" if path.is_dir() else "file"
     return TargetExistsError(
-        f"{str(path)!r} exists already. Pass overwrite=True to replace this {kind}, or choose another path.",
+        f"{str(path)!r} exists already. Pass {argument('overwrite', True)} to replace this {kind}, or choose another "
+        "path.",
         file=str(path),
     )
 
@@ -261,8 +263,8 @@ def _being_written(path: Path, claim: Path) -> TargetExistsError:
     found = writer(claim)
     who = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else "its claim is locked"
     return TargetExistsError(
-        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass overwrite=True to replace "
-        "what it writes, or choose another path.",
+        f"{str(path)!r} is being written by another process ({who}). Wait for it, pass {argument('overwrite', True)} "
+        "to replace what it writes, or choose another path.",
         file=str(path),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
@@ -58,7 +59,7 @@ def _encoded(numbers: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
     if not np.isfinite(stored).all():
         raise ConfigError(
             f"{name!r} holds numbers that are infinite, NaN or above 8.3e6, which Q8_0 cannot hold. Leave out "
-            "'quantize', or repair the weights.",
+            f"{argument('quantize')}, or repair the weights.",
             config="quantize",
         )
     whole = np.trunc(shares)

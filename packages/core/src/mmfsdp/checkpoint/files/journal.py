@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import identity
 from mmfsdp.checkpoint.integrity import crc32_of_stretch, parse_json
@@ -54,7 +55,10 @@ class Journal:
             return False
         if found == plan:
             return True
-        anew = "Give back what was given then, or leave out resume=True to begin anew, which removes what was written."
+        anew = (
+            f"Give back what was given then, or leave out {argument('resume', True)} to begin anew, which removes what "
+            "was written."
+        )
         if not isinstance(found, dict) or found.get("plan") != plan["plan"]:
             raise ConfigError(
                 f"The conversion to {target.name} that was interrupted had other settings, or a source with other "

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import scales_of
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -142,7 +143,9 @@ def diff(
         IncompleteCheckpointError, CorruptCheckpointError: One of them lacks data.
     """
     if not (rtol >= 0 and atol >= 0):
-        raise ConfigError(f"'rtol' and 'atol' must be numbers of at least 0, got {rtol} and {atol}.")
+        raise ConfigError(
+            f"{argument('rtol')} and {argument('atol')} must be numbers of at least 0, got {rtol} and {atol}."
+        )
     if rtol or atol or ignore_dtypes or histogram:
         require_numpy("Comparing numbers instead of bytes")
     began = time.perf_counter()
@@ -192,7 +195,7 @@ def diff(
 def _stripped(prefix: str, *sides: Mapping[str, TensorEntry]) -> list[dict[str, TensorEntry]]:
     if not any(name.startswith(prefix) for side in sides for name in side):
         hint = closest(prefix, {name[: len(prefix)] for side in sides for name in side})
-        raise ConfigError(f"strip_prefix={prefix!r} is the beginning of no name in either checkpoint.{hint}")
+        raise ConfigError(f"{argument('strip_prefix', prefix)} is the beginning of no name in either checkpoint.{hint}")
     found = [{name.removeprefix(prefix): entry for name, entry in side.items()} for side in sides]
     for side, renamed in zip(sides, found, strict=True):
         if len(renamed) < len(side):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.checkpoint.empty_weights import refuse_empty_weights
@@ -108,7 +109,7 @@ def verify(
         ConfigError: ``jobs`` is not positive.
     """
     if jobs < 1:
-        raise ConfigError(f"jobs={jobs} is not a number of threads; use 1 or more.")
+        raise ConfigError(f"{argument('jobs', jobs)} is not a number of threads; use 1 or more.")
     began = time.perf_counter()
     problems: list[Problem] = []
     root = path.path if isinstance(path, Layout) else checkpoint_path(path)

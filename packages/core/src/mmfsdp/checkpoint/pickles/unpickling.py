@@ -19,6 +19,7 @@ from reprlib import repr as brief  # what is in a pickle may refer to itself man
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.dtypes import DTYPES
 from mmfsdp.checkpoint.pickles.limits import MOST_KEYS, check_limits
 from mmfsdp.errors import CorruptCheckpointError, MmfsdpError, UnsafePickleError
@@ -313,8 +314,8 @@ def _unsafe(file: Path, full_name: str) -> UnsafePickleError:
         )
     return UnsafePickleError(
         f"{file.name} wants to import {shown(full_name)}, which is not on the list of safe names; nothing was "
-        "imported. If you know where the file comes from, read it with trust=True: then it is kept as an opaque "
-        "placeholder, and still not imported.",
+        f"imported. If you know where the file comes from, read it with {argument('trust', True)}: then it is kept as "
+        "an opaque placeholder, and still not imported.",
         file=str(file),
     )
 

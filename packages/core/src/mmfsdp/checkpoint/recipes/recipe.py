@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import block_of, scales_of
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -84,7 +85,8 @@ class Recipe:
             shapes = ", ".join(f"{name!r} {[*current[name].shape]}" for name in left[:4])
             raise ConfigError(
                 f"Recipe {self.name} has no rule for {len(left)} of {len(tensors)} tensors: {shapes}"
-                f"{' and others' if len(left) > 4 else ''}. Leave them out with 'exclude', add a rule, or set "
+                f"{' and others' if len(left) > 4 else ''}. Leave them out with {argument('exclude')}, add a rule, or "
+                "set "
                 '`unmatched = "keep"` in the recipe.',
                 config="recipe",
             )
@@ -120,9 +122,9 @@ def _refuse_lost_scales(tensors: Mapping[str, TensorEntry], made: Mapping[str, T
 
 def _quantized(name: str, scale: str) -> ConfigError:
     return ConfigError(
-        f"{name!r} is codes in units of {scale!r}, and a recipe rearranges numbers. Add quantize='none' to the "
-        "conversion, which restores the numbers first; convert so before load_pretrained() reads the checkpoint. The "
-        "result can be quantised again.",
+        f"{name!r} is codes in units of {scale!r}, and a recipe rearranges numbers. Add {argument('quantize', 'none')} "
+        "to the conversion, which restores the numbers first; convert so before load_pretrained() reads the "
+        "checkpoint. The result can be quantised again.",
         config="quantize",
     )
 
@@ -138,7 +140,7 @@ def _stepped(rule: Rule, steps: Sequence[Step], tensors: Mapping[str, TensorEntr
         if name in result:
             raise ConfigError(
                 f"{rule.where}: {origins[name]!r} and {origin!r} would both be named {name!r}. Change the rule, or "
-                "leave one of them out with 'exclude'.",
+                f"leave one of them out with {argument('exclude')}.",
                 config=rule.where,
             )
         result[name], origins[name] = entry, origin

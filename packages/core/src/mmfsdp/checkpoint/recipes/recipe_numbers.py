@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.errors import ConfigError
 
@@ -79,7 +80,8 @@ class RecipeValues:
         set_ones = [str(key) for key in keys if key in self.given]
         may_differ = f" beside {set_ones[0]!r}, from which it may differ" if set_ones else ""
         raise ConfigError(
-            f"{where} needs the value {name!r}{may_differ}. Give it in 'recipe_values', as {name}=8{looked}.",
+            f"{where} needs the value {name!r}{may_differ}. Give it in {argument('recipe_values')}, as "
+            f"{name}=8{looked}.",
             config=where,
         )
 

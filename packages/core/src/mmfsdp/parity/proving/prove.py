@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from mmfsdp import __version__
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.references import resolve_reference
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError
@@ -97,13 +98,16 @@ def prove(
     """
     found: Launched | Local = Launched() if are_launched() else Local()
     if isinstance(found, Launched) and ranks not in (None, found.world):
-        raise ConfigError(f"prove() runs on the {found.world} ranks that were started, not on {ranks=}.")
+        raise ConfigError(
+            f"prove() runs on the {found.world} ranks that were started, not on {argument('ranks', ranks)}."
+        )
     ranks = found.world if isinstance(found, Launched) else 2 if ranks is None else ranks
     again = (1 if ranks == 2 else 2) if resume_on is None else resume_on
     if ranks < 2 or steps < 1 or accumulate < 1 or again < 1:
         raise ConfigError(
             "prove() needs ranks >= 2, and steps, accumulate and resume_on >= 1, got "
-            f"{ranks=}, {steps=}, {accumulate=}, resume_on={again}."
+            f"{argument('ranks', ranks)}, {argument('steps', steps)}, {argument('accumulate', accumulate)}, "
+            f"{argument('resume_on', again)}."
         )
     if isinstance(found, Launched) and again > ranks:
         raise ConfigError(f"prove() cannot go on with {again} ranks, of {ranks} that were started.", config="resume_on")

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.errors import MmfsdpError, RehearsalError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.fakes.fake import CANNOT_BE_FAKED
@@ -48,8 +49,8 @@ def explained(position: StepPosition, batch: Any) -> Iterator[None]:
         if isinstance(error, CANNOT_BE_FAKED) or any(words in str(error) for words in _NEEDS_VALUES):
             raise RehearsalError(
                 f"The step needs the values of a tensor{where}, and a rehearsal has none ({type(error).__name__}: "
-                f"{error}). Say how many elements masks select there, as in assume=0.1 for a tenth; compute with "
-                "tensors of fixed shapes; or give loss=(model, batch) -> tensor that goes around it. "
+                f"{error}). Say how many elements masks select there, as in {argument('assume', 0.1)} for a tenth; "
+                "compute with tensors of fixed shapes; or give loss=(model, batch) -> tensor that goes around it. "
                 "mmfsdp.planning.estimate_memory() computes all but activations.",
                 fqn=fqn,
             ) from error

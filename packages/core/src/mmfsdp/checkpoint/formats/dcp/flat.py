@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.checkpoint.chunks import Chunk, Record
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import SourcePath
@@ -169,7 +170,7 @@ def _tied(unit: FlatUnit, values: Mapping[str, Any], spans: Mapping[str, FlatSpa
                 raise IncompleteCheckpointError(
                     f"{name!r} may be a buffer, or a part of parameter {twin!r} under a second name: "
                     f"{entry.numel} elements fit both. Give a complete checkpoint of the same model as "
-                    "'reference', such as the weights that training started from.",
+                    f"{argument('reference')}, such as the weights that training started from.",
                     file=str(unit.ranges[0].record.file.with_name(".metadata")),
                 )
     return found

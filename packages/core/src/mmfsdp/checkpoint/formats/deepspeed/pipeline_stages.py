@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import missing
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import OF_DEEPSPEED
@@ -146,8 +147,9 @@ def _refuse(folder: Path, name: str) -> None:
     if _EXPERT_FILE.fullmatch(name):
         what = "expert parallelism"
         way_out = (
-            "For the weights as they are trained with, convert mp_rank_00_model_states.pt with keep='module', and each "
-            "layer_*_expert_*_model_states.pt, in which experts have their full names."
+            "For the weights as they are trained with, convert mp_rank_00_model_states.pt with "
+            f"{argument('keep', 'module')}, and each layer_*_expert_*_model_states.pt, in which experts have their "
+            "full names."
         )
     else:
         what = "tensor parallelism"

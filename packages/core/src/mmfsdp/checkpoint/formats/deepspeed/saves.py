@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import name_list
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.common.source import LATEST_FILES, OF_DEEPSPEED, SourcePath
@@ -194,7 +195,11 @@ def _refuse_without_states(files: Files) -> None:
     model, path = files.model(), files.models[min(files.models)]
     if not model.get("param_shapes") or model.get(_OPTIMIZER) is not None:
         return
-    way_out = "" if files.is_partitioned else f" For those in half precision, convert {path.name} with keep='module'."
+    way_out = (
+        ""
+        if files.is_partitioned
+        else f" For those in half precision, convert {path.name} with {argument('keep', 'module')}."
+    )
     raise IncompleteCheckpointError(
         f"{files.folder.name} has no *_optim_states.pt, which hold the weights in full precision.{way_out}",
         file=str(files.folder),

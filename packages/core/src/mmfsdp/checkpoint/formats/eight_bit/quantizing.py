@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import codes_in_units, how_to_restore, not_restored
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.checkpoint.entries import ComputedEntry, TensorEntry
@@ -98,7 +99,9 @@ def replaced(
             made[name], made[name + ending] = pair(name, entry)
     number = len(made) - len(tensors)
     if not number:
-        raise ConfigError("'quantize' finds no weight of a linear layer: a floating point matrix named '*.weight'.")
+        raise ConfigError(
+            f"{argument('quantize')} finds no weight of a linear layer: a floating point matrix named '*.weight'."
+        )
     return made, (f"{number} weights of linear layers are quantised; embeddings, heads, routers and norms are not",)
 
 
@@ -137,13 +140,13 @@ def _refuse_quantized(name: str, entry: TensorEntry, tensors: Mapping[str, Tenso
     if scale is not None:
         raise ConfigError(
             f"{name!r} is quantised already, as {scale!r} beside it says. Quantise the checkpoint from before that, or "
-            "leave the scale out with 'exclude' if it is of something else.",
+            f"leave the scale out with {argument('exclude')} if it is of something else.",
             config="quantize",
         )
     if entry.dtype.startswith("float8"):
         raise ConfigError(
             f"{name!r} is quantised already: it is {entry.dtype}, and has no scale beside it. If it holds numbers, set "
-            "'dtype', which casts them before they are quantised.",
+            f"{argument('dtype')}, which casts them before they are quantised.",
             config="quantize",
         )
 
@@ -161,8 +164,8 @@ def _refuse_other_codes(tensors: Mapping[str, TensorEntry]) -> None:
             message = f"{name!r} is {entry.dtype}, and nothing beside it says what its codes stand for."
     if message:
         raise ConfigError(
-            f"'quantize' makes codes of numbers, and some weights are codes already: {message} Leave out 'quantize' to "
-            "copy them as they are.",
+            f"{argument('quantize')} makes codes of numbers, and some weights are codes already: {message} Leave out "
+            f"{argument('quantize')} to copy them as they are.",
             config="quantize",
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.text import WRAPPER_PREFIX
 from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.entries import TensorEntry
@@ -114,16 +115,17 @@ def resolve_section(
                     result[name] = _entry(name, span, shape, known, files[0])
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        model = argument("model", python="layout_of_model(model) as 'reference'")
         raise IncompleteCheckpointError(
             f"{files[0].parent.name} does not say the shapes of {', '.join(map(repr, unknown[:8]))}{more}, as "
-            "it has no optimizer state for them. Give a complete checkpoint of the same model as 'reference', such as "
-            "the weights that training started from"
+            "it has no optimizer state for them. Give a complete checkpoint of the same model as "
+            f"{argument('reference')}, such as the weights that training started from"
             + (
                 "."
                 if known.ordered or not known.reference
                 else ", as a .pth file, which keeps the model's order if nobody sorts it."
             )
-            + " Or give the model itself: layout_of_model(model) as 'reference'.",
+            + f" Or give the model itself: {model}.",
             file=str(files[0]),
         )
     result.update(_aliases(result, known))

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.text import name_list
@@ -108,8 +109,8 @@ class GgufModel:
             hint = closest(unexpected[0], missing) if unexpected else ""
             raise ConfigError(
                 f"The checkpoint is not the {self.config['model_type']} model of {str(self.folder / _CONFIG)!r}: "
-                f"{'; '.join(problems)}.{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and "
-                "'exclude' for what is too much.",
+                f"{'; '.join(problems)}.{hint} Use a {argument('recipe')}, {argument('strip_prefix')} or "
+                f"{argument('rename')} for other names and {argument('exclude')} for what is too much.",
                 config="like",
             )
         return {new: _rotated(given[name], heads) for name, (new, _, heads) in expected.items()}, tuple(notes)
@@ -128,8 +129,8 @@ class GgufModel:
         for name, dtype in wanted.items():
             if not is_floating_point(tensors[name].dtype) or dtype.startswith("float8"):
                 raise ConfigError(
-                    f"{name!r} is {dtype}, which GGUF files of Llama-like models do not hold. Set 'dtype' to float16, "
-                    "bfloat16 or float32.",
+                    f"{name!r} is {dtype}, which GGUF files of Llama-like models do not hold. Set {argument('dtype')} "
+                    "to float16, bfloat16 or float32.",
                     config="dtype",
                 )
             if len(tensors[name].shape) == 1 or dtype == "float64":
@@ -322,7 +323,7 @@ class GgufModel:
         if is_remote(path):
             raise ConfigError(
                 f"{VOCABULARY} of {str(self.folder)!r} is read only on this machine. Copy it here, beside {_CONFIG} of "
-                "the same model, and give that folder as 'like'.",
+                f"the same model, and give that folder as {argument('like')}.",
                 config="like",
             )
         found = read_keys(path, "tokenizer.")

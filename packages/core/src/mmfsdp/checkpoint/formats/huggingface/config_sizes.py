@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.dtypes import is_floating_point
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.formats.huggingface.model_folders import CONFIG, read_config
@@ -108,8 +109,8 @@ def check_sizes(tensors: Mapping[str, TensorEntry], like: Path) -> None:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ConfigError(
             f"The weights do not fit {CONFIG} of {str(like)!r}, and from_pretrained would raise or draw weights anew: "
-            f"{'; '.join(problems[:3])}{more}. Give the folder of the model that was trained as 'like', or change its "
-            f"{CONFIG}.",
+            f"{'; '.join(problems[:3])}{more}. Give the folder of the model that was trained as {argument('like')}, or "
+            f"change its {CONFIG}.",
             config="like",
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
@@ -62,12 +63,13 @@ def like_folder(given: str | None, source: Path, target: Path, what: str = "A Hu
                 return folder
     if given is not None:
         raise ConfigError(
-            f"'like' is {given!r}, which holds no {CONFIG}. Give a Hugging Face folder.{at_home(Path(given))}",
+            f"{argument('like')} is {given!r}, which holds no {CONFIG}. Give a Hugging Face "
+            f"folder.{at_home(Path(given))}",
             config="like",
         )
     raise ConfigError(
-        f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as 'like'"
-        f"{_near(source)}; its configuration and tokenizer are copied.",
+        f"{what} needs a {CONFIG}, and there is none in {str(source)!r}. Give a folder of the same model as "
+        f"{argument('like')}{_near(source)}; its configuration and tokenizer are copied.",
         config="like",
     )
 

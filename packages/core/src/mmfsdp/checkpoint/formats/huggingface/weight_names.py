@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmfsdp.basics.arguments import argument
 from mmfsdp.basics.codes import needless_parts, not_restored, scales_of
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.basics.text import name_list
@@ -183,7 +184,9 @@ def _shipped_recipe(tensors: Mapping[str, TensorEntry], own: Mapping[str, Tensor
         return all(name in made and made[name].shape == entry.shape for name, entry in own.items())
 
     found = fitting_recipes(tensors, rate, folders=[like])
-    given = [f"recipe={name!r}{', inverse=True' if inverse else ''}" for name, inverse in found]
+    given = [
+        argument("recipe", name) + (f", {argument('inverse', True)}" if inverse else "") for name, inverse in found
+    ]
     return f" Set {' or '.join(given)}: this shipped recipe makes them." if given else ""
 
 
@@ -210,8 +213,8 @@ def check_names(
     if (adapted := next((name for name in kept if name not in expected and _ADAPTED.search(name)), None)) is not None:
         raise ConfigError(
             f"{adapted!r} is a name that PEFT gives to the weights of a model with an adapter, and from_pretrained "
-            "does not load it from such a folder. Convert a checkpoint with recipe='peft-to-base' for the base, and "
-            "with 'peft-to-adapter' for the adapter; merge-lora then merges the two.",
+            f"does not load it from such a folder. Convert a checkpoint with {argument('recipe', 'peft-to-base')} for "
+            "the base, and with 'peft-to-adapter' for the adapter; merge-lora then merges the two.",
             config="recipe",
         )
     if not expected:
@@ -229,14 +232,15 @@ def check_names(
     if problems:
         remedy = f" {codes}" if (codes := not_restored(kept)) else ""
         if not remedy and scales_of(kept):
-            remedy = " Its weights are codes of 8 bits. Add quantize='none', which restores them."
+            remedy = f" Its weights are codes of 8 bits. Add {argument('quantize', 'none')}, which restores them."
         if not (remedy := remedy or advise()):
             hint = closest(unexpected[0], missing) if unexpected else ""
             if prefix := common_prefix(unexpected, missing):
-                hint = f" Most names match without {prefix!r}: set 'strip_prefix' to it."
+                hint = f" Most names match without {prefix!r}: set {argument('strip_prefix')} to it."
             remedy = (
-                f"{hint} Use a 'recipe', 'strip_prefix' or 'rename' for other names and 'exclude' for what is too "
-                "much. If the model has changed on purpose, give a folder without weights as 'like'."
+                f"{hint} Use a {argument('recipe')}, {argument('strip_prefix')} or {argument('rename')} for other "
+                f"names and {argument('exclude')} for what is too much. If the model has changed on purpose, give a "
+                f"folder without weights as {argument('like')}."
             )
         raise ConfigError(
             f"The checkpoint does not fit the weights in {str(like)!r}: {'; '.join(problems)}.{remedy}", config="like"
