@@ -224,7 +224,7 @@ def check_supported(plan: ShardPlan, mesh: DeviceMesh) -> None:
     """Check that the plan's engine can carry it out on a mesh.
 
     Raises:
-        ConfigError: It cannot; the message says what to write instead.
+        ConfigError: The engine cannot; the message says what to write instead.
     """
     if problems := ENGINES[plan.engine].unsupported(plan, mesh.device_type):
         raise ConfigError(f"Engine {plan.engine!r} cannot carry out this plan: " + " ".join(problems))

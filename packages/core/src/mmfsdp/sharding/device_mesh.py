@@ -20,10 +20,11 @@ _NAMES = ("replicate", "shard")
 
 
 def check_groups(given: Any) -> None:
-    """Check that a pair of groups can span a mesh; anything else passes. Not collective.
+    """Check that ``given`` describes a mesh, and that a pair of groups can span one. Not collective.
 
     Raises:
-        MeshError: It is none of these; or the two groups do not have exactly this rank in common.
+        MeshError: It is not a DeviceMesh, a group, a pair of groups or None; or the two groups of a pair do not have
+            exactly this rank in common.
     """
     if not (given is None or isinstance(given, (DeviceMesh, dist.ProcessGroup)) or is_group_pair(given)):
         raise MeshError(
@@ -48,7 +49,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
         given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
     Raises:
-        MeshError: It has another shape, or a dimension for tensor or pipeline parallelism.
+        MeshError: The mesh has another shape, or a dimension for tensor or pipeline parallelism.
     """
     if given is None:
         if dist.get_world_size() != spec.world_size:

@@ -43,7 +43,7 @@ def check_operator(name: str) -> None:
         name: ``'namespace.operator'`` or ``'namespace.operator.overload'``, such as ``'aten.mm'``.
 
     Raises:
-        ConfigError: It does not; the message names the nearest spelling.
+        ConfigError: The name denotes none; the message suggests the nearest spelling.
     """
     _overloads(name)
 
