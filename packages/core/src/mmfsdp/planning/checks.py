@@ -20,7 +20,7 @@ def check_unsharded(model: nn.Module) -> None:
     """Raise if the model is sharded, wrapped, compiled or divided by tensor parallelism already.
 
     Raises:
-        PlanError: It is; the message says what to plan instead.
+        PlanError: The model is one of these; the message says what to plan instead.
     """
     if [name for name, _ in model.named_children()] == ["_orig_mod"]:
         raise PlanError(
@@ -45,7 +45,7 @@ def check_dense(model: nn.Module, mesh: MeshSpec, units: tuple[ShardUnit, ...]) 
     """Raise for embeddings with sparse gradients, which torch's FSDP cannot reduce.
 
     Raises:
-        PlanError: There is such an embedding that is trained, and its gradient is reduced.
+        PlanError: Such an embedding is trained, and its gradient is reduced.
     """
     sharded = {param.fqn for unit in units for param in unit.params}
     for fqn, module in model.named_modules():
@@ -94,7 +94,7 @@ def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
     """Raise if ``reshard_after_forward`` does not divide the shard groups.
 
     Raises:
-        MeshError: It does not divide them.
+        MeshError: A unit's setting does not divide them.
     """
     for unit in units:
         size = unit.reshard_after_forward

@@ -20,7 +20,7 @@ def check_plain(model: nn.Module) -> None:
         model: A model that is about to be planned or sharded.
 
     Raises:
-        PlanError: One is; the message has its name, placements and mesh, and what can be sharded.
+        PlanError: One is a DTensor; the message gives its name, placements and mesh, and says what can be sharded.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return  # it takes time to import, and nothing is a DTensor without it

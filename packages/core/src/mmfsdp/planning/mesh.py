@@ -119,13 +119,13 @@ def _shape(mesh: Any) -> tuple[int, ...]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check that no dimension of a mesh is named after tensor or pipeline parallelism; one dimension may be.
+    """Check that no dimension of a mesh is named after tensor or pipeline parallelism; a single dimension may be.
 
     Args:
         names: The names of the dimensions; none for a mesh without names.
 
     Raises:
-        MeshError: One of several is.
+        MeshError: One of several dimensions has such a name.
     """
     other = [name for name in names if _MODEL_PARALLEL & {*name.lower().split("_")}]
     ours = [name for name in names if name not in other]

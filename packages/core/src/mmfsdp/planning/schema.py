@@ -29,7 +29,7 @@ class ShardPlan(PlanData):
         The keys that ``mmfsdp-cli plan --json`` adds, such as ``memory``, are ignored.
 
         Raises:
-            PlanError: The text is not such JSON, or was written by another version of it.
+            PlanError: The text is not a plan as JSON, or was written by another version of the format.
         """
         try:
             given = json.loads(text)

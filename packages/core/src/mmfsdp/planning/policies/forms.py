@@ -190,7 +190,7 @@ def _ask_callable(root: nn.Module, policy: Callable[..., Any]) -> Verdicts:
     """Return a function with any accepted signature as `Verdicts`.
 
     Raises:
-        PolicyError: It accepts none of the known arguments; or, when asked, it returns something other than a bool.
+        PolicyError: The function accepts none of the known arguments, or does not return a bool.
     """
     name = _policy_name(policy)
     reason = f"policy: {name}"
