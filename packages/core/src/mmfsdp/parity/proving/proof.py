@@ -18,7 +18,7 @@ class Proof:
     model: str
     ranks: int
     steps: int
-    """How many steps were trained before the checkpoint, and as many after it."""
+    """Number of steps trained before the checkpoint; the same number follows it."""
     resumed_on: int
     """On how many ranks training went on from the checkpoint."""
     trained: Comparison

@@ -1,4 +1,4 @@
-"""What a record holds of the end of a step: gradients, settings, updates, optimizer state, parameters and buffers."""
+"""Records the end of a step: gradients, settings, updates, optimizer state, parameters and buffers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Slot:
     is_box: bool
     """Whether this rank's part is a box of the tensor, so that it can be kept whole."""
     said: str
-    """What the line of the tensor holds in every step."""
+    """The part of the tensor's line that is the same in every step."""
 
     def fits(self, local: torch.Tensor) -> bool:
         """Return whether a part is like the one that this was made for."""

@@ -25,7 +25,7 @@ class Chunks:
     axes: tuple[Axis, ...]
     """Dimensions of the whole tensor; the last one counts chunks. They tell which chunks the box has."""
     inner: int
-    """How many dimensions lie before those whose elements are divided."""
+    """Number of leading dimensions whose elements are not divided."""
     pad: tuple[int, int]
     """Zeros before and after the elements, in each row of chunks."""
     filled: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Tells where a box lies in its tensor; equal geometries are one object, so that what follows from it is made once."""
+"""Tells where a box lies in its tensor. Equal geometries are one object, so that derived values are made once."""
 
 from __future__ import annotations
 
