@@ -1,1 +1,1 @@
-"""The memory of a device: torch's caching allocator, what lies beside it, and what a step takes of both."""
+"""The memory of a device: torch's caching allocator, the memory beside it, and a step's share of both."""

@@ -1,4 +1,4 @@
-"""What a real rank holds: the bytes that it keeps between steps, by kind, and whether its GPU is full."""
+"""The memory of a real rank: the bytes that it keeps between steps, by kind, and whether its GPU is full."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _STEPS = 4  # the first ones leave other segments behind than they found
 
 @dataclass(frozen=True)
 class Retries:
-    """What the caching allocator does in each step because the GPU has no more memory: at least and at most.
+    """The caching allocator's retries in each step on a GPU that has no more memory: at least and at most.
 
     It asks the GPU for memory and gets none, waits until the GPU has finished, gives all free segments back, and asks
     again; it does not look whether something that is free now is large enough

@@ -1,4 +1,4 @@
-"""When a GPU has memory again that FSDP1 frees: what was used on another stream waits for it. Pure and torch-free."""
+"""When memory that FSDP1 frees can be used again: if another stream used it, the GPU must finish first. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torch/distributed/fsdp/_limiter_utils.py)."""
 
 
 def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str, int]]) -> tuple[Allocation, ...]:
-    """Return the allocations with those that other streams use held for as long as they wait for the GPU, with FSDP1.
+    """Return FSDP1's allocations, with later ends for those that wait for the GPU because another stream uses them.
 
     FSDP1 gathers parameters on one stream and uses them on the training stream. It makes gradients there, joins them on
     the first one, and reduces them on a third. The caching allocator hands such memory out again only when the GPU has
@@ -43,7 +43,7 @@ def released_late(allocations: Iterable[Allocation], phases: Sequence[tuple[str,
 
 
 def _passed(items: Sequence[Allocation], phases: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Return what the GPU has passed for certain, in order: a moment of the step, and from when on that is so."""
+    """Return pairs in order: a moment of the step, and a later one by which the GPU has certainly passed it."""
     units = [item for item in items if item.kind == "gathered" and item.waits]
     gathered = [item for item in units if item.stream == "gathers"] or units  # nothing is sent on a single rank
     asks = sorted(item.begin for item in gathered if item.begin)

@@ -1,4 +1,4 @@
-"""What FSDP1 allocates while it wraps a model, and frees again: segments that training finds. Pure and torch-free."""
+"""Memory that FSDP1 allocates and frees while it wraps a model; training finds the segments. Pure and torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wrapped(NamedTuple):
     flat: int
     """Bytes of the flat parameter."""
     shard: int
-    """Bytes of the piece that the rank keeps; as many as `flat` if the unit is not sharded, which then stays."""
+    """Bytes of the piece that the rank keeps; equal to `flat` if the unit is not sharded, and `flat` then stays."""
     sent: tuple[int, ...] = ()
     """Bytes of each bucket; two of them are allocated at a time."""
 

@@ -1,4 +1,4 @@
-"""The private parts of torch that a rehearsal needs, but for its world of ranks; see `mmfsdp.rehearsal.fakes.worlds`.
+"""The private parts of torch that a rehearsal needs. Its world of ranks is in `mmfsdp.rehearsal.fakes.worlds`.
 
 torch offers no public way to run a program without memory and without ranks. This module uses what torch's own memory
 tracker uses: fake tensors (``torch._subclasses``), which have shapes and no data, and a replaced
@@ -216,7 +216,7 @@ def group_of(arguments: Any) -> list[int]:
 
 
 def skipped(func: Any, args: Any) -> Any:
-    """Return what a collective returns, without sending: its first argument and a work that is done."""
+    """Return the results of a collective without sending: its first argument and a finished work handle."""
     from torch._C._distributed_c10d import FakeWork
 
     work = FakeWork().boxed()

@@ -193,7 +193,7 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
 
 
 def _fused(step: Rehearsal, optimizer: str | OptimizerFn | None) -> Iterator[Saving]:
-    """Yield what the fused kernel of the optimizer saves, which computes without temporaries."""
+    """Yield the saving of the optimizer's fused kernel, which computes without temporaries."""
     begin = next((moment for name, moment in step.phases if name == "optimizer"), None)
     if optimizer is None and step.plan.optimizer is not None:
         return

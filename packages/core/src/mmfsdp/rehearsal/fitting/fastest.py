@@ -73,7 +73,7 @@ def fit(
         model: The model, on any device; ``meta`` is enough.
         batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: the memory of ``device``.
-        margin: Share of the memory to leave free, from 0 up to 1, for what a forecast is off.
+        margin: Share of the memory to leave free, from 0 up to 1, for the error of a forecast.
             Default: 0.03.
         ranks: Number of ranks.
         config: The settings that stay as they are.
@@ -85,7 +85,7 @@ def fit(
         links: How ranks are connected, see `Rehearsal.time`; default: as the device is.
         tokens: Tokens of the batch, for rates. Default: the elements of its largest tensor of integers with two
             dimensions, if there is one; padding counts.
-        price: Price of one device for an hour in any currency, for what a billion tokens costs.
+        price: Price of one device for an hour in any currency, for the price of a billion tokens.
         loss: See `rehearse`.
         optimizer: See `rehearse`.
         max_norm: See `rehearse`.

@@ -1,4 +1,4 @@
-"""What a step trains per second, the share of the device that it uses, and what that costs. Pure and torch-free."""
+"""Throughput of a step, the share of the device that it uses, and its costs. Pure and torch-free."""
 
 from __future__ import annotations
 

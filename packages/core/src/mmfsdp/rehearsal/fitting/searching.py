@@ -160,7 +160,7 @@ def _fill(result: Search, prober: Prober, left: Sequence[_Sent], memory: int, co
 
 
 def _most_sharded(prober: Prober, choice: Choice) -> int:
-    """Return the bytes of the step that shards as much as possible, and is otherwise as this one; 0 if not known."""
+    """Return the bytes of this step if it shards as much as possible; 0 if not known."""
     least = replace(choice, settings={**choice.settings, "sharding": {"strategy": "FULL_SHARD"}})
     return prober.estimate(least).nbytes if prober.knows(least) else 0
 

@@ -1,4 +1,4 @@
-"""Compares training with its rehearsal: its first steps, and for as long as it runs what leaves the forecast."""
+"""Compares training with its rehearsal: the first steps, and then any step that leaves the forecast."""
 
 from __future__ import annotations
 

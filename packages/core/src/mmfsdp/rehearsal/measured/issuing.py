@@ -1,4 +1,4 @@
-"""Measures what the CPU takes to issue operators, on steps of a tiny model whose operators take next to nothing."""
+"""Measures the CPU's time to issue operators, on steps of a tiny model whose operators take next to no time."""
 
 from __future__ import annotations
 

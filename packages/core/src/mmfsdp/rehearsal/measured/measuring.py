@@ -1,4 +1,4 @@
-"""Runs a few real steps of a model on the device at hand, and puts them beside what was predicted."""
+"""Runs a few real steps of a model on this machine's device, and compares them with the prediction."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def cpu_peak(step: Callable[[], object], held: Iterable[Any]) -> int:
 
 
 def _peak_of_events(events: Iterable[tuple[float, int, int]]) -> int:
-    """Return the most bytes held by what a step allocates. Pure.
+    """Return the peak of the bytes that a step allocates. Pure.
 
     What is allocated and never freed was freed by another thread, which the profiler does not see: gloo's, that frees
     its copies once they are sent. It does not count, nor does what was there before.

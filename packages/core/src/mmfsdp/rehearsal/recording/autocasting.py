@@ -17,7 +17,7 @@ _WIDE = (
     "kl_div", "l1_loss", "layer_norm", "log_softmax", "mse_loss", "nll_loss", "normalize", "smooth_l1_loss", "softmax",
     "softmin", "softplus",
 )  # fmt: skip
-"""Functions that autocast computes in float32 on a GPU and, but for some losses, not on the CPU, by
+"""Functions that autocast computes in float32 on a GPU, but (except for some losses) not on the CPU, by
 https://docs.pytorch.org/docs/stable/amp.html (CUDA ops that can autocast to float32)."""
 
 

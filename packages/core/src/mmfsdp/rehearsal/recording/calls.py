@@ -57,7 +57,7 @@ def seconds_of(call: Call, clock: Callable[[], float], device: torch.device, bud
 
     Args:
         call: The call.
-        clock: Returns seconds; when it is read, what was issued is done.
+        clock: Returns seconds, after all issued operators are done.
         device: Where to make the tensors.
         budget: About how many seconds to spend.
     """

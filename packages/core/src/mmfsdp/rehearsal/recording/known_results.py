@@ -20,7 +20,7 @@ from mmfsdp.rehearsal.recording.kernels.foreach import one_by_one
 __all__ = ["DEVICE", "KnownResults", "Recipe", "Recipes"]
 
 DEVICE = torch.ops.prim.device.default
-"""What asks a tensor for its device: half of all calls, which torch takes long for if the tensor is fake."""
+"""The operator that asks a tensor for its device: half of all calls, and slow in torch if the tensor is fake."""
 
 _NAMESPACES = ("aten", "fsdp", "prims")
 _UNSURE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)

@@ -175,7 +175,7 @@ def _with_equal_heads(args: Sequence[Any], name: str) -> Sequence[Any]:
 
 
 def _convolution_backward_flops(args: Sequence[Any]) -> int:
-    """Return the FLOPs of the gradients of input and weight, each as many as forward has.
+    """Return the FLOPs of the gradients of input and weight; each has as many as forward.
 
     torch counts the weight's gradient as if there were one group (``conv_backward_flop``, 2.9 to 2.15): for a depthwise
     convolution, too many by a factor of its channels.

@@ -167,7 +167,7 @@ def _is_random(name: str) -> bool:
 
 
 def _check_dtypes(name: str, args: Any) -> None:
-    """Raise what a kernel would raise.
+    """Raise the error that a kernel would raise.
 
     Args:
         name: The operator's name in its schema.

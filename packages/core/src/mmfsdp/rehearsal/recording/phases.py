@@ -59,7 +59,7 @@ class StepPosition:
 
     @property
     def kind(self) -> str:
-        """One of `mmfsdp.rehearsal.KINDS`: of what is allocated now."""
+        """The kind of memory that is allocated now, one of `mmfsdp.rehearsal.KINDS`."""
         if self.unit is not None:
             return "gathered" if self.gathers else "reduce buffer"
         if is_backward():

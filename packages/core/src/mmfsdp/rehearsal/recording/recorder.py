@@ -280,8 +280,8 @@ class Recorder(TorchDispatchMode):
     def _adopt_constants(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note tensors that modules hold outside of parameters and buffers, such as the scales of quantised weights.
 
-        They have values, because the model's copy keeps them, and are there when the step ends. What forward makes
-        from numbers has values, too, and is gone by then.
+        They have values, because the model's copy keeps them, and still exist when the step ends. Tensors that forward
+        makes from numbers have values, too, but are gone by then.
         """
         for tensor in inputs:
             if tensor.dim() and not is_fake(tensor) and not isinstance(tensor, DTensor):

@@ -104,7 +104,7 @@ class _Network(torch.autograd.Function):
 
 
 def run_recurrent(name: str, args: Any) -> Any:
-    """Return what cuDNN returns, on shapes: the weights are copied side by side, and their gradients lie so, too.
+    """Return cuDNN's results, on shapes: it copies the weights side by side, and so lie their gradients.
 
     Args:
         name: One of `RECURRENT`.
@@ -136,7 +136,7 @@ def run_recurrent(name: str, args: Any) -> Any:
 
 
 def recurrent_scratch(name: str, args: Any) -> int:
-    """Return the bytes of a network's workspace, and of copies of what is not in the order of time."""
+    """Return the bytes of a network's workspace, and of copies of tensors that are not in the order of time."""
     inputs, weights = args[:2]
     later = 6 if name == _BACKWARD else 4
     mode_at = later + (4 if name == _BACKWARD else 2)

@@ -50,10 +50,10 @@ FUSED = "inductor::fused"
 """Several operators that a compiler makes one kernel of."""
 
 CHANNELS_LAST = ".channels_last"
-"""What the name of a convolution ends with whose channels come last in memory, on an accelerator."""
+"""Suffix of the name of a convolution on an accelerator whose channels come last in memory."""
 
 REORDERED = "cudnn::reordered"
-"""What a convolution copies to the order of channels that it computes in, which its own call issues."""
+"""The copies with which a convolution reorders channels; its own call issues them."""
 
 _BEFORE_GATHERING = ("aten::_foreach_copy_", COPY_IN)
 """Operators that copy a rank's shards, to the dtype that is sent and into the buffer that is gathered."""
@@ -71,12 +71,12 @@ class Allocation:
     begin: int
     """The moment from which it is held; 0 if it was there before the step."""
     end: int | None
-    """The moment from which it no longer is; None if it outlives the step."""
+    """The moment at which it is freed; None if it outlives the step."""
     stream: str = ""
     """The stream of a GPU on which it is allocated: ``gathers``, ``reduces`` or ``casts``, FSDP's own; ``''`` is that
     of training. The caching allocator hands its memory out again on that stream only."""
     waits: bool = False
-    """Whether another stream uses it, too, so that its memory is handed out again only when the GPU has done so."""
+    """Whether another stream uses it, too, so that its memory is reused only after that use on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Collective:
     name: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or another one of torch."""
     nbytes: int
-    """Bytes of the whole tensor: what is received by a rank of an all-gather, and sent by one of a reduce-scatter."""
+    """Bytes of the whole tensor, which a rank receives in an all-gather, and sends in a reduce-scatter."""
     ranks: int
     """Number of ranks in the group."""
     stride: int

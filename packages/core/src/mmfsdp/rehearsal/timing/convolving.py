@@ -33,7 +33,7 @@ usual order of channels, with channels last in 16 bits, and in float32."""
 _WIDE, _SINGLE_WIDE = 9, 0.009
 """Elements of a kernel above which backward of the last of these reaches less."""
 _NORMED, _NORMED_BACKWARD = 270.0, 350.0
-"""What an element of a batch norm takes, in floating-point operations in float32, with many channels."""
+"""Floating-point operations in float32 per element of a batch norm with many channels."""
 _CHANNELS = 120.0
 """Channels at which a batch norm is half as fast: each is a block of threads."""
 

@@ -12,7 +12,7 @@ from mmfsdp.rehearsal.timing.ranges import Range
 __all__ = ["UNKNOWN", "Device"]
 
 UNKNOWN = (0, 0)
-"""The compute capability of what is no NVIDIA GPU, or of one that nobody has stated."""
+"""The compute capability of a device that is not an NVIDIA GPU, or whose capability is not stated."""
 
 _MICRO = 1e-6
 _PRODUCTS, _ATTENTION, _STREAMING = Range(0.45, 0.65, 0.8), Range(0.3, 0.4, 0.65), Range(0.65, 0.8, 0.92)
@@ -35,7 +35,7 @@ class Device:
     """Bytes of its memory as ``torch.cuda.get_device_properties()`` reports them, which is 1 to 8 % less than its data
     sheet states; 0 if it is not known."""
     links: Links
-    """How it is connected to others, unless something else is said."""
+    """How it is connected to others, unless the user names another network."""
     source: str
     """Where the peaks come from."""
     products: Range = _PRODUCTS

@@ -34,7 +34,7 @@ def kind_of(operator: Operator) -> str:
 
 
 def weight_of(operator: Operator) -> float:
-    """Return what an operator takes to issue, as a share of one that computes; a collective counts as one of these."""
+    """Return the cost of issuing an operator, relative to one that computes; a collective counts as such."""
     if operator.name == REORDERED:
         return 0.0
     return _VIEW if "::" in operator.name and kind_of(operator) == "view" else 1.0
@@ -44,7 +44,7 @@ def operator_seconds(operator: Operator, device: Device, case: str) -> tuple[flo
     """Return how long an operator takes, and ``compute`` or ``memory``, which bounds it. Pure.
 
     The roofline model (Williams, Waterman and Patterson, 2009): max(FLOPs / reached FLOP/s, bytes / reached bytes/s).
-    What was measured on the device goes before.
+    Times measured on the device take precedence.
 
     Args:
         operator: The operator.

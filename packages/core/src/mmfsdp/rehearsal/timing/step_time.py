@@ -151,7 +151,7 @@ def _replayed(
 
 
 def busy_device(collectives: Iterable[Collective], device: Device) -> Device:
-    """Return a device as it is beside what a step sends: by itself, if nothing goes to other ranks."""
+    """Return a device as fast as it is in this step: by itself, if nothing goes to other ranks."""
     return device.by_itself() if all(item.ranks == 1 for item in collectives) else device
 
 

@@ -1,1 +1,1 @@
-"""What kernels hold and write on devices, where operators do not say it."""
+"""Memory that kernels hold and write on devices, and that their operators do not show."""

@@ -20,7 +20,7 @@ _LINE = 64  # bytes to which rows are padded, and by which they are longer if th
 
 
 def add_workspace(args: Any, result: Any) -> Any:
-    """Return what a layer returns, with a workspace of its size; backward frees it.
+    """Return a layer's results, with a workspace of the right size; backward frees it.
 
     It has the gates of each element of the sequence, the states between layers and those between elements, and the
     gradients of both in float32.
