@@ -17,7 +17,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def is_extra(name: Any) -> bool:
-    """Return whether a key of a state dict is that of an extra state."""
+    """Return whether a key of a state dict belongs to an extra state."""
     return str(name).rpartition(".")[2] == EXTRA_STATE
 
 
@@ -27,7 +27,7 @@ def load_extra_states(state: ShardedModel, extra: Mapping[str, Any], *, from_ran
     Args:
         state: The model's state.
         extra: Extra states by key; lazy tensors are read, and must have been located.
-        from_rank0: Use those of the first rank.
+        from_rank0: Use the first rank's extra states.
 
     Raises:
         CheckpointError: A rank cannot read a tensor; raised on every rank.

@@ -54,22 +54,22 @@ class TensorSource(Protocol):
         ...
 
     def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Return -1 for each record of which this rank reads only a part, else 0.
+        """Return -1 for each record that this rank reads only in part, else 0.
 
         If the first number is below 0 on any rank, ranks ask the first one.
         """
         ...
 
-    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], rank: int, count: int) -> None:
         """Prepare to read, and check this rank's share of the records with a flag below 0."""
         ...
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:
-        """Return what each rank must know to read what it wants, one item per rank."""
+        """Return one item per rank: what the rank must know to read its request."""
         ...
 
     def learn(self, wanted: Sequence[Wanted], found: Any) -> None:
-        """Take the item of `find` that is for this rank, and check what it asks this rank to check."""
+        """Take this rank's item of `find`, and make the checks that it assigns to this rank."""
         ...
 
     def fill(self, name: str, box: Bounds, target: memoryview) -> None:

@@ -115,7 +115,7 @@ def _pairs(first: nn.Module, second: nn.Module) -> Iterator[tuple[torch.Tensor, 
 
 
 class _Viewed:
-    """A parameter of the view, and where the model has what it shows.
+    """A parameter of the view, and the memory of the model that it shows.
 
     Loading with ``assign`` or moving to a device replaces the memory. An average asks in every step, and to_local() of
     a thousand parameters takes several milliseconds.

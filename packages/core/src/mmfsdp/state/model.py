@@ -151,7 +151,7 @@ class _Given:
 
 
 def _examined(state_dict: Any, state: ShardedModel, from_rank0: bool) -> tuple[Mapping[str, Any], _Given]:
-    """Return the state dict with numbers in place of codes, and what it holds."""
+    """Return the state dict with numbers in place of codes, and a summary of its entries."""
     _check_form(state_dict, from_rank0)
     state_dict = as_numbers(state_dict, state)
     given = _Given({}, {}, {}, {})

@@ -20,12 +20,12 @@ class Replicas:
     mesh: DeviceMesh
     """The mesh that the tensor is placed on."""
     reader: dict[int, int]
-    """For each dimension of the mesh that the tensor is replicated along, the reader's place along it."""
+    """For each dimension of the mesh that the tensor is replicated along, the reader's rank along it."""
 
     @property
     def reads(self) -> bool:
         """Whether this rank is the reader."""
-        return all(self.mesh.get_local_rank(dim) == place for dim, place in self.reader.items())
+        return all(self.mesh.get_local_rank(dim) == rank for dim, rank in self.reader.items())
 
     def send(self, part: torch.Tensor) -> None:
         """Copy the reader's values to the other ranks. Collective: every rank that holds the part.
@@ -34,11 +34,11 @@ class Replicas:
             part: What this rank holds of the tensor, on its device.
         """
         ahead = dict(self.reader)
-        for dim, place in self.reader.items():
+        for dim, rank in self.reader.items():
             del ahead[dim]
-            # Along the dimensions still ahead, only those receive now that stand where the reader stands.
+            # Along the dimensions still ahead, only ranks with the reader's coordinates receive now.
             if all(self.mesh.get_local_rank(other) == at for other, at in ahead.items()):
-                broadcast_along(part, self.mesh, dim, place)
+                broadcast_along(part, self.mesh, dim, rank)
 
 
 def replicas_of(tensor: torch.Tensor, mesh: DeviceMesh, number: int) -> Replicas:

@@ -23,7 +23,7 @@ __all__ = ["as_numbers"]
 def as_numbers(state_dict: Mapping[str, Any], state: ShardedModel) -> Mapping[str, Any]:
     """Return a state dict whose codes are restored, as lazy tensors, where the model has numbers. Not collective.
 
-    What the model holds itself stays: codes of the same dtype, or of which it has the scales.
+    Codes stay where the model has codes of the same dtype, or their scales.
 
     Args:
         state_dict: Tensors under the unsharded model's keys. Not changed.
@@ -115,8 +115,8 @@ class _Restoring:
     def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
         return self.inner.read_in_part(self._parts(wanted))
 
-    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
-        self.inner.check_own(self._parts(wanted), flags, place, count)
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], rank: int, count: int) -> None:
+        self.inner.check_own(self._parts(wanted), flags, rank, count)
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:
         return self.inner.find([self._parts(wanted) for wanted in requests])
@@ -155,7 +155,7 @@ class _Memory:
     def read_in_part(self, wanted: Sequence[Wanted]) -> list[int]:
         return []
 
-    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], rank: int, count: int) -> None:
         pass
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:

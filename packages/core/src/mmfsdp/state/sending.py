@@ -27,7 +27,7 @@ def check_whole(name: str, value: Any) -> None:
         value: The value.
 
     Raises:
-        StateDictError: It is a DTensor, of which other ranks hold parts.
+        StateDictError: It is a DTensor, and other ranks hold parts of it.
     """
     if isinstance(value, DTensor):
         raise StateDictError(
@@ -53,10 +53,10 @@ def send_optim_state(state_dict: Any, state: ShardedModel) -> dict[str, Any]:
     skeleton = broadcast_object(scope, structure)
     device = next(iter(state.module.parameters())).device if state.mesh.device_type != "cpu" else torch.device("cpu")
 
-    def send(place: Any, name: str, sent: _Sent) -> torch.Tensor:
+    def send(key: Any, name: str, sent: _Sent) -> torch.Tensor:
         def prepare() -> torch.Tensor:
             if scope.is_first:
-                value: torch.Tensor = whole_value(mine[place, name])
+                value: torch.Tensor = whole_value(mine[key, name])
                 return value.to(device).contiguous()
             return torch.empty(sent.shape, dtype=getattr(torch, sent.dtype), device=device)
 
@@ -65,8 +65,8 @@ def send_optim_state(state_dict: Any, state: ShardedModel) -> dict[str, Any]:
         return tensor
 
     received = {
-        place: {name: send(place, name, entry) if isinstance(entry, _Sent) else entry for name, entry in own.items()}
-        for place, own in skeleton[STATE].items()
+        key: {name: send(key, name, entry) if isinstance(entry, _Sent) else entry for name, entry in own.items()}
+        for key, own in skeleton[STATE].items()
     }
     return {**skeleton, STATE: received}
 
@@ -88,14 +88,14 @@ def _taken_apart(state_dict: Any) -> tuple[dict[str, Any], dict[tuple[Any, str],
     tensors: dict[tuple[Any, str], torch.Tensor | LazyTensor] = {}
     rest = {key: value for key, value in state_dict.items() if key != STATE}
     skeleton: dict[str, Any] = {**_read(rest), STATE: {}}
-    for place, entries in state_dict[STATE].items():
-        skeleton[STATE][place] = {}
+    for key, entries in state_dict[STATE].items():
+        skeleton[STATE][key] = {}
         for name, value in entries.items():
-            check_whole(f"{place}.{name}", value)
+            check_whole(f"{key}.{name}", value)
             if isinstance(value, torch.Tensor | LazyTensor):
-                tensors[place, name] = value
+                tensors[key, name] = value
                 value = _Sent(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            skeleton[STATE][place][name] = _read(value)
+            skeleton[STATE][key][name] = _read(value)
     return skeleton, tensors
 
 

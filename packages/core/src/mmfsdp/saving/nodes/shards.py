@@ -153,7 +153,7 @@ class NodeShards(TensorSource):
         """Return nothing: see `num_records`."""
         return []
 
-    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], rank: int, count: int) -> None:
         """Do nothing: see `num_records`."""
 
     def find(self, requests: Sequence[Sequence[Wanted]]) -> Sequence[Any]:

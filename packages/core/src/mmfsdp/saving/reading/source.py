@@ -198,7 +198,7 @@ class Source:
         self._told.update(told)
         return self.places.read_in_part(told)
 
-    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], place: int, count: int) -> None:
+    def check_own(self, wanted: Sequence[Wanted], flags: Sequence[int], rank: int, count: int) -> None:
         """Find the files of boxes, and check this rank's share of the chunks that ranks read only in part.
 
         Raises:
@@ -207,7 +207,7 @@ class Source:
         assert self.places is not None
         self._open_files_of(wanted)
         if flags:
-            self.check(self.places.dealt(flags, place, count))
+            self.check(self.places.dealt(flags, rank, count))
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
         """Compare whole records with their checksums. Not collective.

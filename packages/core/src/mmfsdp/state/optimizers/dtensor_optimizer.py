@@ -41,12 +41,12 @@ class DTensorStates:
 
     def boxes(self, fitting: Mapping[str, Any]) -> Iterator[tuple[LazyTensor, Box]]:
         at = _params_by_index(self._optimizer, fitting)
-        for place, entries in fitting["state"].items():
+        for index, entries in fitting["state"].items():
             for name, entry in entries.items():
                 for _, value in nested_values("", entry):
                     if isinstance(value, LazyTensor):
-                        is_like = name != MATRICES and place in at and value.shape == at[place].shape
-                        yield value, box_of(at[place]) if is_like else whole_box(value)
+                        is_like = name != MATRICES and index in at and value.shape == at[index].shape
+                        yield value, box_of(at[index]) if is_like else whole_box(value)
 
     def to_load(self, fitting: Mapping[str, Any]) -> dict[str, Any]:
         at = _params_by_index(self._optimizer, fitting)
@@ -63,7 +63,7 @@ class DTensorStates:
             return {**placed, **{name: recompress(placed[name], first.get(name)) for name in names}}
 
         def place_all() -> dict[Any, dict[str, Any]]:
-            placed = {place: place_entries(at[place], entries) for place, entries in fitting["state"].items()}
+            placed = {index: place_entries(at[index], entries) for index, entries in fitting["state"].items()}
             check_unchanged(stored_values(fitting))
             return placed
 
@@ -87,8 +87,8 @@ def stored_values(fitting: Mapping[str, Any]) -> list[LazyTensor]:
 
 def _params_by_index(optimizer: Optimizer, fitting: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    places = (place for group in fitting["param_groups"] for place in group["params"])
-    return dict(zip(places, params, strict=True))
+    indices = (index for group in fitting["param_groups"] for index in group["params"])
+    return dict(zip(indices, params, strict=True))
 
 
 def _placed(value: Any, param: torch.Tensor | None) -> Any:

@@ -133,7 +133,7 @@ _REMEDY = (
 def _check_grouping(
     stored: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Check the param groups of a state against those of an optimizer that sees whole matrices.
+    """Check the param groups of a state against the groups of an optimizer that sees whole matrices.
 
     Args:
         stored: The param groups of a state by position, with or without ``param_names``, or by name.

@@ -108,7 +108,7 @@ def _is_full(named: Mapping[str, Any]) -> bool:
 def _filled(
     state: ShardedModel, optimizer: Optimizer, named: Mapping[str, Any], options: StateDictOptions
 ) -> dict[str, Any]:
-    """Return a state with an entry for every parameter, as torch needs; what it lacks has its initial values."""
+    """Return a state with an entry for every parameter, as torch needs; missing entries have their initial values."""
     initial: dict[str, Any] = dict(get_optimizer_state_dict(state.module, optimizer, options=options))
     return {"state": {**initial["state"], **named["state"]}, "param_groups": named["param_groups"]}
 
@@ -124,13 +124,13 @@ def _own(value: Any, name: str) -> Any:
 
 
 def _in_order(state: ShardedModel, optimizer: Optimizer, named: Mapping[str, Any]) -> dict[str, Any]:
-    place = {param.fqn: param.place for param in state.plan.all_params()}
+    position = {param.fqn: param.place for param in state.plan.all_params()}
     own = {id(param): clean_fqn(fqn) for fqn, param in state.module.named_parameters()}
     groups = []
     for group, mine in zip(named["param_groups"], optimizer.param_groups, strict=True):
         fqns = [own.get(id(param), "") for param in mine["params"]]
         if set(fqns) != set(group["params"]):  # flat parameters: many names each
-            fqns = sorted(group["params"], key=lambda fqn: place[fqn])
+            fqns = sorted(group["params"], key=lambda fqn: position[fqn])
         groups.append({**group, "params": fqns})
     return {**named, "param_groups": groups}
 

@@ -131,8 +131,8 @@ def gathered(state: ShardedModel, sharded: Mapping[str, Any], keep: bool, cpu_of
     """
     with Waiting("gathering an optimizer's state"):
         values = {
-            place: {name: whole(plain_value(value), keep, cpu_offload) for name, value in entries.items()}
-            for place, entries in sharded["state"].items()
+            key: {name: whole(plain_value(value), keep, cpu_offload) for name, value in entries.items()}
+            for key, entries in sharded["state"].items()
         }
     return {**sharded, "state": values} if keep else {}
 
@@ -151,7 +151,7 @@ def load_optim_state_dict(
         from_rank0: Use only the ``state_dict`` of the mesh's first rank, which is sent tensor by tensor.
 
     Raises:
-        StateDictError: Param groups, parameters or shapes do not fit, the state is that of another class of optimizer,
+        StateDictError: Param groups, parameters or shapes do not fit, another class of optimizer wrote the state,
             or with ``from_rank0`` a tensor is a shard; raised on every rank, and nothing is changed. Nothing in a state
             tells RAdam, or AdamW of torch before 2.8, from Adam.
         ShardStateError: See `optim_state_dict`; raised on every rank.
@@ -213,8 +213,8 @@ def _fitting(state: ShardedModel, optimizer: Optimizer, state_dict: Mapping[str,
 
     fitting = on_all_ranks(check, state.scope)
     kinds = {
-        f"{place}.{name}": kind_of(value, tells_shards=states.is_flat)
-        for place, entries in fitting["state"].items()
+        f"{index}.{name}": kind_of(value, tells_shards=states.is_flat)
+        for index, entries in fitting["state"].items()
         for name, value in entries.items()
     }
     check_alike(kinds, "the optimizer's state", state.scope)
@@ -252,8 +252,8 @@ def _compressed(state: ShardedModel, optimizer: Optimizer) -> dict[str, str]:
 
 def _without_wrappers(state_dict: Mapping[str, Any], *, cpu_offload: bool) -> dict[str, Any]:
     values = {
-        place: {name: plain_value(value, cpu_offload=cpu_offload) for name, value in entries.items()}
-        for place, entries in state_dict["state"].items()
+        key: {name: plain_value(value, cpu_offload=cpu_offload) for name, value in entries.items()}
+        for key, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": values}
 
@@ -288,17 +288,17 @@ def _check(state_dict: Mapping[str, Any], groups: list[list[str]], shapes: Mappi
     if mine != theirs:
         raise StateDictError(f"The optimizer has param groups of {mine} parameters, the state has {theirs}. {REBUILD}")
     names = [name for group in groups for name in group]
-    order = [place for group in state_dict["param_groups"] for place in group["params"]]
-    places = dict(zip(order, names, strict=True))
-    for place, entries in state_dict["state"].items():
-        if place not in places:
+    order = [index for group in state_dict["param_groups"] for index in group["params"]]
+    name_of = dict(zip(order, names, strict=True))
+    for index, entries in state_dict["state"].items():
+        if index not in name_of:
             raise StateDictError(
-                f"The state is for parameter {place!r}, but the optimizer has {len(names)} parameters. {REBUILD}"
+                f"The state is for parameter {index!r}, but the optimizer has {len(names)} parameters. {REBUILD}"
             )
-        shape = shapes[places[place]]
+        shape = shapes[name_of[index]]
         for name, value in entries.items():
             if isinstance(value, (torch.Tensor, LazyTensor)) and not may_belong(value.shape, shape):
                 raise StateDictError(
                     f"State {name!r} has shape {tuple(value.shape)}, but its parameter has shape {shape}.",
-                    fqn=places[place],
+                    fqn=name_of[index],
                 )

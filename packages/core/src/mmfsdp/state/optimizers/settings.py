@@ -1,4 +1,4 @@
-"""Compares the settings that a state brings with those of the optimizer that loads it."""
+"""Compares the settings that a state brings with the settings of the optimizer that loads it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_same_moments(stored: Iterable[Mapping[str, Any]], optimizer: Optimizer
         optimizer: What loads it. Not changed.
 
     Raises:
-        StateDictError: The state is that of another class, as it lacks a moment.
+        StateDictError: The state lacks a moment, so another class of optimizer wrote it.
     """
     name = type(optimizer).__name__
     wanted = _MOMENTS.get(name, ()) if _is_of_torch(optimizer) else ()
