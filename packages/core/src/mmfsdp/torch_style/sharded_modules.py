@@ -41,7 +41,7 @@ def models_in(module: nn.Module) -> list[ShardedModel]:
 
 
 def part_of(module: nn.Module) -> list[ShardedModel]:
-    """Return the sharded models of which a module is a part. Not collective."""
+    """Return the sharded models that contain a module. Not collective."""
     return [state for state in live_models() if any(part is module for part in state.module.modules())]
 
 

@@ -32,7 +32,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-# Of wrappers other than those of engine fsdp1, whose units keep torch's settings themselves.
+# Settings of wrappers, except of engine fsdp1, whose units keep torch's settings themselves.
 _settings: weakref.WeakKeyDictionary[nn.Module, StateDictSettings] = weakref.WeakKeyDictionary()
 
 

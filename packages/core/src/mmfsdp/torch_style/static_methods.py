@@ -23,7 +23,7 @@ class instance_or_static(staticmethod):  # type: ignore[type-arg]  # noqa: N801 
         super().__init__(function)
         names = [*inspect.signature(function).parameters]
         self._name = next(name for name in names if name in ("module", "model"))
-        self._place = names.index(self._name)
+        self._index = names.index(self._name)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
         function: Callable[..., Any] = self.__func__
@@ -32,11 +32,11 @@ class instance_or_static(staticmethod):  # type: ignore[type-arg]  # noqa: N801 
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get(self._name, args[self._place] if len(args) > self._place else None)
+            given = kwargs.get(self._name, args[self._index] if len(args) > self._index else None)
             if isinstance(given, nn.Module):
                 return function(*args, **kwargs)
-            if len(args) < self._place:
+            if len(args) < self._index:
                 return function(*args, **{self._name: instance, **kwargs})
-            return function(*args[: self._place], instance, *args[self._place :], **kwargs)
+            return function(*args[: self._index], instance, *args[self._index :], **kwargs)
 
         return call
