@@ -83,7 +83,7 @@ def run_alone(
 ) -> list[Any]:
     """Call ``function(0, *job)`` for each job, each in a gloo world of one process, and return the results in order.
 
-    The processes serve several calls, as those of `run_ranks`.
+    Like the processes of `run_ranks`, these serve several calls.
 
     Args:
         function: A function at the top level of a module, which other processes can import.
@@ -96,8 +96,8 @@ def run_alone(
     """
     pools = _kept(1, min(at_once, len(jobs)))
 
-    def share(place: int) -> list[Any]:
-        return [pools[place].results(function, job, timeout)[0] for job in jobs[place :: len(pools)]]
+    def share(index: int) -> list[Any]:
+        return [pools[index].results(function, job, timeout)[0] for job in jobs[index :: len(pools)]]
 
     try:
         with ThreadPoolExecutor(max(len(pools), 1)) as threads:
@@ -107,7 +107,7 @@ def run_alone(
         raise
     if any(pool.is_worn() for pool in pools):
         _drop(1)
-    return [shares[place % len(pools)][place // len(pools)] for place in range(len(jobs))]
+    return [shares[index % len(pools)][index // len(pools)] for index in range(len(jobs))]
 
 
 def preload(*modules: str) -> None:
