@@ -20,12 +20,12 @@ def identity_of(params: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     return hashlib.sha256(repr(sorted(params)).encode()).hexdigest()
 
 
-def checked_record(data: bytes | None, place: str, *, run: str | None, model: str) -> dict[str, Any]:
+def checked_record(data: bytes | None, directory: str, *, run: str | None, model: str) -> dict[str, Any]:
     """Return what a directory says about its run, or a new record if it says nothing.
 
     Args:
         data: The content of the file; ``None`` if it is missing.
-        place: The directory, for messages.
+        directory: The directory, for messages.
         run: The name of the run, or ``None`` for any.
         model: Identifies the names and shapes of the model.
 
@@ -41,18 +41,18 @@ def checked_record(data: bytes | None, place: str, *, run: str | None, model: st
         raise RunDirectoryError(
             f"{RECORD_NAME} says to which run the directory belongs, and cannot be read: {error!r}. If the directory "
             "is the right one, remove that file; only the metrics of its checkpoints are lost.",
-            file=f"{place}/{RECORD_NAME}",
+            file=f"{directory}/{RECORD_NAME}",
         ) from error
     if run is not None and stored_run is not None and run != stored_run:
         raise RunDirectoryError(
             f"The directory belongs to run {stored_run!r}, not to {run!r}. Choose another directory for this run.",
-            file=place,
+            file=directory,
         )
     if stored != model:
         raise RunDirectoryError(
             "The directory holds checkpoints of another model: its parameters have other names or shapes. Choose "
             "another directory for this model, or load weights that fit with load_checkpoint(strict=False).",
-            file=place,
+            file=directory,
         )
     return {**found, "run": stored_run if run is None else run}
 

@@ -69,7 +69,7 @@ class Store:
 
     def names(self, name: str = "") -> list[str]:
         """Return the names of what lies right below the directory, or below one in it."""
-        checkpoint_path = self._place(name)
+        checkpoint_path = self._path(name)
         try:
             found = self._called(lambda: self._store.ls(checkpoint_path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -80,17 +80,17 @@ class Store:
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; ``None`` if it is missing."""
         try:
-            return bytes(self._called(lambda: self._store.cat_file(self._place(name))))
+            return bytes(self._called(lambda: self._store.cat_file(self._path(name))))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, or replace it."""
-        self._called(lambda: self._store.pipe_file(self._place(name), data), len(data))
+        self._called(lambda: self._store.pipe_file(self._path(name), data), len(data))
 
     def send(self, file: Path, name: str) -> None:
         """Copy a file of this machine into the store."""
-        self._called(lambda: self._store.put_file(str(file), self._place(name)), file.stat().st_size)
+        self._called(lambda: self._store.put_file(str(file), self._path(name)), file.stat().st_size)
 
     def is_complete(self, name: str) -> bool:
         """Tell whether a checkpoint is whole: a single file, or a directory with a manifest, which is written last."""
@@ -100,9 +100,9 @@ class Store:
     def remove(self, name: str) -> None:
         """Remove a file or directory; the manifest goes first, so that what is left when this fails is incomplete."""
         if MANIFEST_NAME in (names := self.names(name)):
-            self._called(lambda: self._store.rm_file(self._place(f"{name}/{MANIFEST_NAME}")))
+            self._called(lambda: self._store.rm_file(self._path(f"{name}/{MANIFEST_NAME}")))
         if names or self.read_size(name) is not None:
-            self._called(lambda: self._store.rm(self._place(name), recursive=bool(names)))
+            self._called(lambda: self._store.rm(self._path(name), recursive=bool(names)))
 
     def move(self, name: str, new: str) -> None:
         """Move a file or directory. It is copied file by file, the manifest last, and then removed."""
@@ -116,15 +116,15 @@ class Store:
     def read_size(self, name: str) -> int | None:
         """Return the size of a file; ``None`` if it is missing or a directory."""
         try:
-            found: Any = self._called(lambda: self._store.info(self._place(name)))
+            found: Any = self._called(lambda: self._store.info(self._path(name)))
         except FileNotFoundError:
             return None
         return None if found.get("type") == "directory" else int(found["size"])
 
     def _copy(self, name: str, new: str) -> None:
-        self._called(lambda: self._store.cp_file(self._place(name), self._place(new)))
+        self._called(lambda: self._store.cp_file(self._path(name), self._path(new)))
 
-    def _place(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def _called(self, call: Callable[[], T], size: int = 0) -> T:

@@ -120,12 +120,12 @@ class SaveLedger:
                 self._in_row = 0
                 self._retain()
 
-    def check(self, place: Path) -> None:
-        """Raise a ``CheckpointError`` if the newest save failed; ``place`` is where it should be."""
+    def check(self, path: Path) -> None:
+        """Raise a ``CheckpointError`` if the newest save failed; ``path`` is where it should be."""
         if self._in_row:
             raise CheckpointError(
                 f"The last {self._in_row} saves of this run failed; the log has the errors. Its newest steps are lost.",
-                file=str(place),
+                file=str(path),
             )
 
     def what_is_kept(self) -> str:

@@ -66,7 +66,7 @@ def row_box(rows: Any, place: int) -> Box:
     return Box((place, 0), (1, rows.shape[1]))
 
 
-def own_row(rows: LazyTensor | torch.Tensor, place: int, *, has_head: bool = True) -> bytes:
+def own_row(rows: LazyTensor | torch.Tensor, rank: int, *, has_head: bool = True) -> bytes:
     """Return the bytes of one rank. Not collective; `mmfsdp.state.lazy_tensors.locate` comes before it.
 
     Raises:
@@ -75,9 +75,9 @@ def own_row(rows: LazyTensor | torch.Tensor, place: int, *, has_head: bool = Tru
     if isinstance(rows, DTensor):
         row = rows.to_local().cpu()
     elif isinstance(rows, torch.Tensor):
-        row = rows[place : place + 1].cpu().contiguous()
+        row = rows[rank : rank + 1].cpu().contiguous()
     else:
-        row = rows.read(row_box(rows, place))
+        row = rows.read(row_box(rows, rank))
     data = bytes_of(row)
     if not has_head:
         return bytes(data)

@@ -101,7 +101,7 @@ class SaveLoop:
     """Whether this process was asked to leave."""
 
     def __init__(self, settings: LoopSettings, scope: Scope, writer: RunWriter, place: Path) -> None:
-        self._settings, self._scope, self._writer, self._place = settings, scope, writer, place
+        self._settings, self._scope, self._writer, self._path = settings, scope, writer, place
         self._messages = StepMessages(scope)
         self._asked_about: PendingSave | None = None  # the save that the message under way is about
         self.ledger = SaveLedger(scope, raise_errors=settings.raise_errors, retain=writer.retain)
@@ -179,7 +179,7 @@ class SaveLoop:
         if self.ledger.has_failed and self.ledger.newest is not None:
             self.save(*self.ledger.newest)
         self.ledger.settle()
-        self.ledger.check(self._place)
+        self.ledger.check(self._path)
 
     def release(self) -> None:
         """Give the signals back, and wait for nothing. Not collective."""

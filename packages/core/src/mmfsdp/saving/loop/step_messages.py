@@ -30,7 +30,7 @@ class Notice:
     stop: bool = False
     """Whether a rank was asked to stop."""
     sender: int = 0
-    """The place of the first rank that was."""
+    """The first rank that was."""
 
 
 class StepMessages:

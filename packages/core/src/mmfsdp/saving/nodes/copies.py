@@ -134,7 +134,7 @@ def _exchange(
     return crcs, failure
 
 
-def transfer(step: int, directory: Path, plan: Sequence[Transfer], place: int, group: dist.ProcessGroup) -> None:
+def transfer(step: int, directory: Path, plan: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> None:
     """Send files of a step where they are needed, one after the other. Collective: the ranks that the plan names.
 
     A rank that fails goes on, so that none waits for it, and raises at the end.
@@ -143,7 +143,7 @@ def transfer(step: int, directory: Path, plan: Sequence[Transfer], place: int, g
         step: The step.
         directory: The node's directory.
         plan: What `plan_transfers` returned.
-        place: This rank's place.
+        rank: This rank.
         group: The ranks.
 
     Raises:
@@ -153,9 +153,9 @@ def transfer(step: int, directory: Path, plan: Sequence[Transfer], place: int, g
     failures: list[Exception] = []
     for holder, receiver, owner in plan:
         path = path_of(directory, owner, step)
-        if place == holder:
+        if rank == holder:
             _send(path, receiver, group)
-        elif place == receiver:
+        elif rank == receiver:
             try:
                 _receive(path, holder, group)
             except (OSError, CorruptCheckpointError) as error:

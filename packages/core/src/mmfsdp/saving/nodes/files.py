@@ -32,7 +32,7 @@ class NodeFile:
 
     step: int
     owner: int
-    """The place of the rank whose part it is."""
+    """The rank that saved this part."""
     ranks: int
     """How many ranks saved."""
     save_id: str
@@ -90,14 +90,14 @@ def holders(nodes: Sequence[str]) -> list[int | None]:
         nodes: The node of each rank, in the order of the mesh.
     """
     members: dict[str, list[int]] = {}
-    for place, node in enumerate(nodes):
-        members.setdefault(node, []).append(place)
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
     groups = list(members.values())
     found: list[int | None] = [None] * len(nodes)
     if len(groups) > 1:
         for own, following in zip(groups, [*groups[1:], groups[0]], strict=True):
-            for index, place in enumerate(own):
-                found[place] = following[index % len(following)]
+            for index, rank in enumerate(own):
+                found[rank] = following[index % len(following)]
     return found
 
 
@@ -119,10 +119,10 @@ def choose(reports: Sequence[Sequence[NodeFile]]) -> Newest | None:
         reports: For each present rank, what is on its node.
     """
     saves: dict[tuple[int, str, int], dict[int, list[int]]] = {}
-    for place, files in enumerate(reports):
+    for rank, files in enumerate(reports):
         for file in files:
             key = file.step, file.save_id, file.ranks
-            saves.setdefault(key, {}).setdefault(file.owner, []).append(place)
+            saves.setdefault(key, {}).setdefault(file.owner, []).append(rank)
     for (step, _, ranks), holders in sorted(saves.items(), reverse=True):
         if len(holders) == ranks:
             return Newest(step, ranks, dict(sorted(holders.items())))
@@ -141,14 +141,14 @@ def plan_transfers(newest: Newest, needs: Sequence[Collection[int]], nodes: Sequ
         needs: For each present rank, the ranks whose files it needs.
         nodes: The node of each present rank.
     """
-    there = {(nodes[place], owner) for owner, places in newest.holders.items() for place in places}
+    there = {(nodes[rank], owner) for owner, ranks in newest.holders.items() for rank in ranks}
     planned = []
-    for place, owners in enumerate(needs):
+    for rank, owners in enumerate(needs):
         for owner in sorted(owners):
-            if (nodes[place], owner) not in there:
-                there.add((nodes[place], owner))
+            if (nodes[rank], owner) not in there:
+                there.add((nodes[rank], owner))
                 holders = newest.holders[owner]
-                planned.append((holders[place % len(holders)], place, owner))
+                planned.append((holders[rank % len(holders)], rank, owner))
     return planned
 
 

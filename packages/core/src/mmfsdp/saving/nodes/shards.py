@@ -27,7 +27,7 @@ _MOST_REPLICAS = 64  # that are looked at for one whose file is on this node
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """Return what the file of a rank says of its tensors: their shapes and places, and the mesh. Not collective.
+    """Return what the file of a rank says of its tensors: their shapes and placements, and the mesh. Not collective.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -128,8 +128,8 @@ class NodeShards(TensorSource):
         result, copied = torch.frombuffer(target, dtype=dtype).reshape(box[1]), 0
         for held, tensor in parts.items():
             if tensor.numel() and meet(held, box):
-                part, place = _overlap(held, box)
-                result[place] = tensor[part]
+                part, target_part = _overlap(held, box)
+                result[target_part] = tensor[part]
                 copied += tensor[part].numel()
         if copied != result.numel():
             raise CorruptCheckpointError(
@@ -165,7 +165,7 @@ class NodeShards(TensorSource):
 
 
 def _overlap(held: Bounds, box: Bounds) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return what two boxes share, as a place in each of them."""
+    """Return the intersection of two boxes, as slices of each of them."""
     begins = [max(pair) for pair in zip(held[0], box[0], strict=True)]
     ends = [min(a + b, c + d) for a, b, c, d in zip(*held, *box, strict=True)]
     return tuple(  # type: ignore[return-value]

@@ -171,12 +171,12 @@ class NodeTier:
         Returns:
             The rank whose file gives this one what is not a shard, and all those whose files it needs.
         """
-        place, size = self._scope.rank, self._scope.size
-        own = place * found.ranks // size
+        rank, size = self._scope.rank, self._scope.size
+        own = rank * found.ranks // size
         origin = found.holders[0][0]
 
         def describe() -> dict[str, Any] | None:
-            if place != origin:
+            if rank != origin:
                 return None
             path = path_of(self._directory, 0, found.step)
             with as_checkpoint_error(path):
@@ -186,8 +186,8 @@ class NodeTier:
         assert header is not None
         near = {
             owner
-            for owner, places in found.holders.items()
-            if any(self._nodes[there] == self._nodes[place] for there in places)
+            for owner, ranks in found.holders.items()
+            if any(self._nodes[other] == self._nodes[rank] for other in ranks)
         }
         boxes = boxes_of_rank(header, self._mesh, model_state_dict(model, "sharded"))
         if found.ranks != size:
@@ -199,7 +199,7 @@ class NodeTier:
 
         def send() -> None:
             with as_checkpoint_error(self._directory):
-                transfer(found.step, self._directory, plan, place, saver.group)
+                transfer(found.step, self._directory, plan, rank, saver.group)
 
         on_all_ranks(send, self._scope)
         if plan and self._scope.is_first:
@@ -219,7 +219,7 @@ class NodeTier:
                 return self._is_undamaged(file)
             return self._nodes[file.owner] != self._nodes[self._scope.rank]
         # Other ranks saved it, and any of them may be read: the ranks of a node share the checks.
-        here = [place for place, node in enumerate(self._nodes) if node == self._nodes[self._scope.rank]]
+        here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._scope.rank]]
         return here[file.owner % len(here)] == self._scope.rank and self._is_undamaged(file)
 
     def _is_undamaged(self, file: NodeFile) -> bool:
@@ -231,21 +231,21 @@ class NodeTier:
         return False
 
     def _write(self, step: int, save_id: str, content: dict[str, Any], scope: Scope, group: dist.ProcessGroup) -> None:
-        place = scope.rank
-        sources = [owner for owner, holder in enumerate(self._holders) if holder == place]
+        rank = scope.rank
+        sources = [owner for owner, holder in enumerate(self._holders) if holder == rank]
         common = {"step": step, "ranks": scope.size, "save_id": save_id, "model": self._model, "run": self._run}
 
         def write() -> NodeFile:
             with as_checkpoint_error(self._directory):
-                path = path_of(self._directory, place, step)
+                path = path_of(self._directory, rank, step)
                 path.parent.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
                 with atomic_output(path, overwrite=True) as temporary:
-                    entry = write_own_part(temporary, content, self._mesh, save_id, place)
+                    entry = write_own_part(temporary, content, self._mesh, save_id, rank)
                 assert entry.crc32 is not None
-                return NodeFile(owner=place, size=entry.size, crc32=entry.crc32, **common)  # type: ignore[arg-type]
+                return NodeFile(owner=rank, size=entry.size, crc32=entry.crc32, **common)  # type: ignore[arg-type]
 
         own = on_all_ranks(write, scope)
-        files = [own, *exchange_copies(own, self._holders[place], sources, common, self._directory, scope, group)]
+        files = [own, *exchange_copies(own, self._holders[rank], sources, common, self._directory, scope, group)]
 
         def finish() -> None:
             with as_checkpoint_error(self._directory):

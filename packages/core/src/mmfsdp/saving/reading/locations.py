@@ -83,16 +83,16 @@ class Places:
                     found[number] = -1
         return found
 
-    def dealt(self, flags: Sequence[int], place: int, count: int) -> list[TensorEntry]:
+    def dealt(self, flags: Sequence[int], rank: int, count: int) -> list[TensorEntry]:
         """Return the chunks that one rank checks, for all ranks that read parts of them.
 
         Args:
             flags: What `read_in_part` returned, the lowest over all ranks.
-            place: The rank.
+            rank: The rank that checks.
             count: Number of ranks.
         """
         flagged = [single for single, flag in zip(self._records.values(), flags[1:], strict=True) if flag < 0]
-        return flagged[place::count]
+        return flagged[rank::count]
 
 
 def is_rule(entry: TensorEntry) -> bool:

@@ -122,7 +122,7 @@ def load_pretrained(
 
     def fitted(source: Source) -> dict[str, LazyTensor]:
         weights = _checked(
-            _one_per_place(source),
+            _share_tied(source),
             state,
             path,
             advise,
@@ -153,7 +153,7 @@ def load_pretrained(
     return report
 
 
-def _one_per_place(source: Source) -> dict[str, LazyTensor]:
+def _share_tied(source: Source) -> dict[str, LazyTensor]:
     """Return the weights by name; names whose data is the same, as of weights that were tied, have one tensor."""
     found: dict[tuple[str, tuple[int, ...], Any], LazyTensor] = {}
     weights = lazy_tensors(source)

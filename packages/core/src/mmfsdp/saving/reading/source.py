@@ -151,7 +151,7 @@ class Source:
         """
         told = [tuple(self.layout.tensors[name].within(box) for name, box in wanted) for wanted in requests]
         checks = self._in_parts(requests, told) if self.needs_records else []
-        return [Found(entries, tuple(checks[place :: len(told)])) for place, entries in enumerate(told)]
+        return [Found(entries, tuple(checks[rank :: len(told)])) for rank, entries in enumerate(told)]
 
     def parts(self, count: int) -> list[list[TensorEntry]]:
         """Return all tensors of the checkpoint, each once, in ``count`` lists of similar size. Not collective."""
@@ -161,7 +161,7 @@ class Source:
             for bounds, _, single in singles(entry, self.path)
         }
         largest_first = sorted(found.values(), key=lambda entry: -entry.nbytes)
-        return [largest_first[place::count] for place in range(count)]
+        return [largest_first[rank::count] for rank in range(count)]
 
     def learn(self, wanted: Sequence[Wanted], found: Found) -> None:
         """Take what the first rank found for this one, and check the records that it asks this rank to check.

@@ -148,7 +148,7 @@ def write_own_part(path: Path, content: Mapping[str, Any], mesh: DeviceMesh, sav
         content: Nested dicts and lists, with DTensors of the mesh where tensors are sharded.
         mesh: The ranks that save.
         save_id: Identifies the save.
-        rank: This rank's place.
+        rank: This rank's index in the mesh.
 
     Raises:
         StateDictError: A tensor lies on other ranks than the mesh.

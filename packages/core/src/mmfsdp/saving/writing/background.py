@@ -105,7 +105,7 @@ class Saver:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh."""
+        """This rank's index in the mesh."""
         return self.scope.rank
 
     def settle(self) -> None:

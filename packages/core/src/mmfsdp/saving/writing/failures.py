@@ -29,7 +29,7 @@ def log_failure(path: object, error: BaseException, rank: int) -> None:
     Args:
         path: Where the checkpoint would be.
         error: Why it is not there.
-        rank: This rank's place in the mesh.
+        rank: This rank's index in the mesh.
     """
     text = "".join(traceback.format_exception(error, chain=False, limit=-_FRAMES)).rstrip()
     _log.error(

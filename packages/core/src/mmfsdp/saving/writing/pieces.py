@@ -205,8 +205,8 @@ def _flat_runs(runs: Iterable[ByteRun | StridedRun]) -> Iterator[ByteRun]:
             strides.pop()
         if math.prod(sizes) > _MOST_RUNS:
             raise FormatError("A tensor would be written element by element. Save another kind, and convert it.")
-        for index, place in enumerate(itertools.product(*map(range, sizes))):
-            skipped = sum(step * at for step, at in zip(strides, place, strict=True)) * run.item
+        for index, position in enumerate(itertools.product(*map(range, sizes))):
+            skipped = sum(step * at for step, at in zip(strides, position, strict=True)) * run.item
             yield ByteRun(run.file, run.source + skipped, run.target + index * block, block)
 
 

@@ -39,7 +39,7 @@ class DirectorySave:
     save_id: str
     """Sixteen hexadecimal digits, the same on every rank."""
     rank: int
-    """This rank's place among those that save."""
+    """This rank's index among the ranks that save."""
     world_size: int
     """How many ranks save."""
     overwrite: bool

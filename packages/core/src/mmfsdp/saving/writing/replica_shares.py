@@ -32,6 +32,6 @@ def share_of(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, 
     if not tensor.dim():
         return 0, 0  # every rank writes its own, as a tensor without dimensions cannot be empty
     loads = written.setdefault(replicas, dict.fromkeys(range(replicas), 0))
-    replica = min(loads, key=lambda place: (loads[place], place))
+    replica = min(loads, key=lambda index: (loads[index], index))
     loads[replica] += math.prod(tensor.shape) * tensor.element_size()
     return replica, mine
