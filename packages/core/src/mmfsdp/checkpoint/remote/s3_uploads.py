@@ -101,7 +101,7 @@ class S3Folder:
         found = {}
         for item in sorted(uploads, key=lambda item: item["Initiated"], reverse=True):
             pages = _pages(self._calling(name), "list_parts", "PartNumberMarker", UploadId=item["UploadId"])
-            parts = (part for page in pages for part in page.get("UploadParts", []))
+            parts = (part for page in pages for part in page.get("Parts", []))
             found[item["UploadId"]] = {part["PartNumber"]: part["ETag"] for part in parts}
         return found
 
@@ -155,7 +155,7 @@ class S3Upload(UploadParts):
     def complete(self) -> None:
         """Send what is left, wait until all parts are there, and let the file appear."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self.finish(), start=1)]
-        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"UploadParts": parts})
+        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
 
     def abort(self) -> None:
         """Give up: nothing appears, and S3 forgets the parts."""
