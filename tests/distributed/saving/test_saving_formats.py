@@ -43,7 +43,7 @@ def save(rank: int, directory: str, name: str, dtype: torch.dtype, config: dict[
     if unseen and rank:
         from mmfsdp.saving.writing import whole_files
 
-        whole_files._sees = lambda path, host: False  # as if the path were on a disk of another node
+        whole_files.sees = lambda path: False  # as if the path were on a disk of another node
     model = mmfsdp.shard(Named({key: value.to(dtype) for key, value in weights(name).items()}), config)
     for kind, suffix in KINDS.items():
         like = f"{directory}/{name}" if kind == "gguf" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -208,6 +209,11 @@ class EvenBoxes:
         whole = (0,) * len(self.shape), self.shape
         found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
         return {held: self._writer(coordinates) for coordinates, held in found}
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold each box."""
+        return math.prod(size for size, dim in zip(self.mesh, self.placements, strict=True) if dim is None)
 
     def held_by(self, rank: int) -> Bounds:
         """Return the box that a rank holds, written by it or by another one."""

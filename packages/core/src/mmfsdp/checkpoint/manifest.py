@@ -79,11 +79,23 @@ class BlockSums:
         view = memoryview(data).cast("B")
         while view:
             part = view[: BLOCK - self._held]
-            self._last, self._held = crc32(part, self._last), self._held + len(part)
-            if self._held == BLOCK:
-                self._blocks.append(self._last)
-                self._last, self._held = 0, 0
+            self._append(crc32(part, self._last), len(part))
             view = view[len(part) :]
+
+    def add_sum(self, crc: int, length: int) -> None:
+        """Add the CRC-32 of the next bytes, which do not leave their block."""
+        self._append(crc32_combine(self._last, crc, length), length)
+
+    @property
+    def size(self) -> int:
+        """How many bytes there were."""
+        return len(self._blocks) * BLOCK + self._held
+
+    def _append(self, last: int, length: int) -> None:
+        self._last, self._held = last, self._held + length
+        if self._held == BLOCK:
+            self._blocks.append(last)
+            self._last, self._held = 0, 0
 
     def entry(self) -> FileEntry:
         """Return size and checksums of all bytes so far."""
@@ -91,7 +103,7 @@ class BlockSums:
         whole = 0
         for index, value in enumerate(blocks):
             whole = crc32_combine(whole, value, BLOCK if index < len(self._blocks) else self._held)
-        return FileEntry(len(self._blocks) * BLOCK + self._held, whole, array("I", blocks))
+        return FileEntry(self.size, whole, array("I", blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmfsdp.basics.dtypes import itemsize
@@ -31,12 +31,23 @@ class CastEntry(ComputedEntry):
         return CastEntry.of(self.parts[0].cut(offsets, sizes), self.dtype, self.overflow)
 
     def blocks(self, files: OpenFiles) -> Iterator[memoryview]:
+        return self._rounded(tensor_blocks(files, self.parts[0], _BLOCK))
+
+    def rounded(self, data: memoryview) -> Iterator[memoryview]:
+        """Yield elements of the source, which are in memory, as they are written; the next block may overwrite one.
+
+        Args:
+            data: Whole elements of the source.
+        """
+        return self._rounded(data[begin : begin + _BLOCK] for begin in range(0, len(data), _BLOCK))
+
+    def _rounded(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         import numpy as np
 
         [source], overflowed = self.parts, 0
         most = min(_BLOCK // itemsize(source.dtype), source.numel)
         room, rounding = np.empty(most, np.float32), Rounding(self.dtype, most)
-        for block in tensor_blocks(files, source, _BLOCK):
+        for block in blocks:
             data, count = rounding(values(block, source.dtype, room))
             overflowed += count
             yield data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from mmfsdp.checkpoint.files.disk import write_all
 from mmfsdp.checkpoint.files.expected_reads import copied_extents
 from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
-from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
+from mmfsdp.checkpoint.manifest import BLOCK, BlockSums, FileEntry
 
 if TYPE_CHECKING:
     from mmfsdp.checkpoint.files.journal import Journal
@@ -203,35 +202,13 @@ def _within_blocks(offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _entry_with_blocks(stretches: Iterable[Stretch], size: int) -> FileEntry:
-    """Return the entry of a file from its stretches, in order. None leaves its block; zeros lie between them."""
-    count = -(-size // BLOCK)
-    blocks: list[int] = []
-    crc = position = 0
-
-    def pass_over(end: int) -> None:
-        nonlocal crc, position
-        while position < end:
-            stop = min(end, (position // BLOCK + 1) * BLOCK)
-            crc, position = crc32(bytes(stop - position), crc), stop
-            close()
-
-    def close() -> None:
-        nonlocal crc
-        if position % BLOCK == 0 or position == size:
-            blocks.append(crc)
-            crc = 0
-
-    for offset, length, own in stretches:
-        pass_over(offset)
-        if length:
-            crc, position = crc32_combine(crc, own, length) if position % BLOCK else own, position + length
-            close()
-    pass_over(size)
-    assert len(blocks) == count, f"{len(blocks)} blocks, expected {count}"
-    whole = 0
-    for index, block in enumerate(blocks):
-        whole = crc32_combine(whole, block, min(BLOCK, size - index * BLOCK))
-    return FileEntry(size, whole, array("I", blocks))
+    """Return the entry of a file from its stretches, in order, none of which leaves its block; zeros lie between."""
+    sums = BlockSums()
+    for offset, length, crc in stretches:
+        sums.add(bytes(offset - sums.size))
+        sums.add_sum(crc, length)
+    sums.add(bytes(size - sums.size))
+    return sums.entry()
 
 
 def joined_crc(stretches: Iterable[Stretch], size: int) -> int:

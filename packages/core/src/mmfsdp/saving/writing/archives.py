@@ -20,12 +20,12 @@ from mmfsdp.checkpoint.layout import PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
 from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
-from mmfsdp.saving.writing.replica_shares import share_of
+from mmfsdp.saving.writing.replica_shares import written_boxes
 
 __all__ = ["Placeholders", "plan_live", "write_archive", "write_own_part", "write_rank_file"]
 
@@ -173,9 +173,9 @@ def _plan_rank(
             box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
             local, is_own = leaf.to_local(), True
             if leaf.device_mesh == mesh:
-                replica, mine = share_of(leaf, written)
-                box |= {"placements": placements_of(leaf), "replica": replica}
-                is_own = own_all or replica == mine
+                rule, writes = written_boxes(leaf, written)
+                box |= {"placements": list(rule.placements), "replica": rule.replica}
+                is_own = own_all or writes
             elif own_all:
                 raise StateDictError(
                     f"{path!r} lies on another mesh than the model: {leaf.device_mesh}. Checkpoints on the disks of "

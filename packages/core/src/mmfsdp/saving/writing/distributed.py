@@ -19,13 +19,13 @@ from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import Archive
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import all_equal, any_of, broadcast_object, gather_objects, gather_to_first, on_all_ranks
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.archives import plan_live
 from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
 from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
-from mmfsdp.saving.writing.replica_shares import share_of
+from mmfsdp.saving.writing.replica_shares import written_boxes
 
 __all__ = ["write_distributed"]
 
@@ -87,11 +87,10 @@ def _own(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> _
     own = _Own()
     values = _named_values(content)
     written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
-    for name in sorted(name for name, (_, value) in values.items() if is_on(value, mesh)):
+    for name in sorted(name for name, (_, value) in values.items() if _is_on(value, mesh)):
         value: DTensor = values[name][1]
-        box, (replica, _) = box_of(value).bounds, share_of(value, written)
-        boxes = EvenBoxes(tuple(value.shape), tuple(value.device_mesh.shape), tuple(placements_of(value)), replica)
-        own.divided[name] = entry_in_memory(name, value.to_local(), value.shape, box), boxes
+        entry = entry_in_memory(name, value.to_local(), value.shape, box_of(value).bounds)
+        own.divided[name] = entry, written_boxes(value, written)[0]
     for name, (keys, value) in values.items():
         if isinstance(value, DTensor):
             if name not in own.divided and value.device_mesh.get_coordinate() is not None:
@@ -160,7 +159,7 @@ def _given_out(own: _Own, scope: Scope) -> dict[str, tuple[Keys, TensorEntry, Bo
     return found
 
 
-def is_on(value: Any, mesh: DeviceMesh) -> bool:
+def _is_on(value: Any, mesh: DeviceMesh) -> bool:
     """Tell whether a value is a DTensor on the ranks of a mesh, in their order."""
     return isinstance(value, DTensor) and torch.equal(value.device_mesh.mesh.flatten(), mesh.mesh.flatten())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mmfsdp.basics.boxes import Bounds, EvenBoxes
-from mmfsdp.basics.dtypes import torch_name
+from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.cast_entries import CastEntry
 from mmfsdp.checkpoint.files.copying import BlockWriter, reserve
@@ -25,7 +25,7 @@ from mmfsdp.checkpoint.integrity import crc32, crc32_combine
 from mmfsdp.checkpoint.layout import Piece, PlannedFile
 from mmfsdp.checkpoint.manifest import BLOCK, FileEntry
 from mmfsdp.errors import FormatError
-from mmfsdp.saving.writing.memory import LiveTensor, Memory, bytes_of, copy_into, entry_in_memory
+from mmfsdp.saving.writing.memory import LiveTensor, Memory, copy_into, entry_in_memory
 
 __all__ = ["Share", "create", "joined", "live_names", "write_file", "write_pieces"]
 
@@ -83,8 +83,8 @@ def write_file(path: Path, file: PlannedFile) -> FileEntry:
     """
     create(path, file.size)
     written = write_pieces(path, ((piece, {}) for piece in file.pieces), border=BLOCK)
-    crcs = [joined(piece, stretches) for piece, stretches in zip(file.pieces, written, strict=True)]
-    entry = complete_file(path, file, crcs, chain.from_iterable(written))
+    crcs = [joined(piece, stretches) for piece, stretches in written]
+    entry = complete_file(path, file, crcs, chain.from_iterable(stretches for _, stretches in written))
     sync(path)
     return entry
 
@@ -101,29 +101,30 @@ def create(path: Path, size: int) -> None:
 
 def write_pieces(
     path: Path, pieces: Iterable[tuple[Piece, Mapping[str, Share]]], *, border: int = 0
-) -> list[list[Stretch]]:
+) -> list[tuple[Piece, list[Stretch]]]:
     """Write what this process holds of some pieces into a file that has its size. Not collective.
 
     Args:
         path: The file.
         pieces: The pieces, each with what is held of the live tensors that it is made of.
-        border: Stretches end at each multiple of so many bytes of the file; 0 for no such end.
+        border: Split stretches at every multiple of this many bytes of the file; 0 does not split them.
 
     Returns:
-        What was written of each piece, in order.
+        The pieces, in order, each with the stretches that were written.
 
     Raises:
         OSError: The file cannot be written.
         FormatError: A live tensor would be written in more than a million runs.
     """
     writer = BlockWriter(durable=True)
-    found: list[list[Stretch]] = []
+    found: list[tuple[Piece, list[Stretch]]] = []
     held = _Held()
     with writer.to(path):
         for piece, shares in pieces:
-            found.append([])
+            stretches: list[Stretch] = []
             for at, data in held.blocks(piece.entry, shares):
-                _write(writer, data, piece.at + at, border, found[-1])
+                _write(writer, data, piece.at + at, border, stretches)
+            found.append((piece, stretches))
     return found
 
 
@@ -153,9 +154,11 @@ class _Held:
         """Yield the bytes that are held of a tensor, each block with its offset in the packed tensor."""
         if isinstance(entry, CastEntry):
             [source] = entry.parts
-            ratio = source.nbytes // max(entry.nbytes, 1), entry.nbytes // max(source.nbytes, 1)
             for at, data in self.blocks(source, shares):
-                yield at * ratio[1] if ratio[1] else at // ratio[0], _cast(data, source.dtype, entry)
+                at = at // itemsize(source.dtype) * itemsize(entry.dtype)
+                for block in entry.rounded(data):
+                    yield at, block
+                    at += len(block)
             return
         if entry.is_computed:  # what formats add, such as constants
             with OpenFiles() as files:
@@ -179,14 +182,6 @@ class _Held:
             self._latest = None  # only one copy at a time
             self._latest = key, memory.view()
         return self._latest[1]
-
-
-def _cast(data: memoryview, dtype: str, entry: CastEntry) -> memoryview:
-    values = torch.frombuffer(data, dtype=getattr(torch, torch_name(dtype)))
-    made = values.to(getattr(torch, torch_name(entry.dtype)))
-    if overflowed := int((made.isinf() & values.isfinite()).sum()):
-        entry.overflow(overflowed)
-    return bytes_of(made)
 
 
 def _flat_runs(runs: Iterable[ByteRun | StridedRun]) -> Iterator[ByteRun]:

@@ -19,13 +19,21 @@ from mmfsdp.collective.steps import gather_to_first, on_all_ranks, shared
 from mmfsdp.errors import CheckpointError
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 
-__all__ = ["LOOK_AGAIN", "DirectorySave", "Files"]
+__all__ = ["DirectorySave", "Files", "sees"]
 
 Files = dict[str, FileEntry]
 """By file name, what the manifest says about each file."""
 
-LOOK_AGAIN = 10
-"""Times, 0.1 s apart, to look for a file: clients of network file systems cache that it was missing."""
+_LOOK_AGAIN = 10  # times, 0.1 s apart: clients of network file systems cache that a file was missing
+
+
+def sees(path: Path) -> bool:
+    """Tell whether this rank sees what the first one made. Not collective; waits a second before it says no."""
+    for _ in range(_LOOK_AGAIN):
+        if path.exists():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @dataclass(frozen=True)
@@ -125,10 +133,8 @@ class DirectorySave:
             raise
 
     def _look(self, first_host: str) -> None:
-        for _ in range(LOOK_AGAIN):
-            if self.temporary.is_dir():
-                return
-            time.sleep(0.1)
+        if sees(self.temporary):
+            return
         raise CheckpointError(
             f"{str(self.target.parent)!r} is not the same directory on all hosts: rank 0 created a directory there on "
             f"host {first_host!r}, but host {host_of()!r} does not see it. Save to a file system that all hosts share, "

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch.distributed.tensor import DTensor
 
+from mmfsdp.basics.boxes import EvenBoxes
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.runtime.dtensors import placements_of
 
-__all__ = ["share_of"]
+__all__ = ["written_boxes"]
 
 
-def share_of(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, int]:
-    """Return which replica writes a tensor (the one with the least to write so far), and which one this rank is in.
+def written_boxes(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[EvenBoxes, bool]:
+    """Return which ranks write a tensor: the replica that has the least to write so far; and whether this one does.
 
     Every rank computes the same answer by itself, since only the size of the whole tensor counts. Not collective.
 
@@ -24,14 +27,11 @@ def share_of(tensor: DTensor, written: dict[int, dict[int, int]]) -> tuple[int, 
         StateDictError: The tensor has a placement other than ``Shard`` and ``Replicate``.
     """
     mesh = tensor.device_mesh
-    coordinates = tuple(mesh.get_coordinate() or ())
-    replicas, mine = 1, 0
-    for size, coordinate, dim in zip(mesh.shape, coordinates, placements_of(tensor), strict=True):
-        if dim is None:
-            replicas, mine = replicas * size, mine * size + coordinate
+    boxes = EvenBoxes(tuple(tensor.shape), tuple(mesh.shape), tuple(placements_of(tensor)), 0)
     if not tensor.dim():
-        return 0, 0  # every rank writes its own, as a tensor without dimensions cannot be empty
-    loads = written.setdefault(replicas, dict.fromkeys(range(replicas), 0))
+        return boxes, True  # every rank writes its own, as a tensor without dimensions cannot be empty
+    loads = written.setdefault(boxes.replicas, dict.fromkeys(range(boxes.replicas), 0))
     replica = min(loads, key=lambda index: (loads[index], index))
     loads[replica] += math.prod(tensor.shape) * tensor.element_size()
-    return replica, mine
+    boxes = replace(boxes, replica=replica)
+    return boxes, boxes.is_written_by(rank_in(mesh))

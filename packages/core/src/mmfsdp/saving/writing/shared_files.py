@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.basics.boxes import EvenBoxes
 from mmfsdp.checkpoint.files.disk import sync
 from mmfsdp.checkpoint.files.planned_files import Stretch, complete_file
 from mmfsdp.checkpoint.integrity import crc32_combine, crc32_of_stretch
@@ -27,12 +26,12 @@ from mmfsdp.collective.channels import GlooChannel, naming_lost_ranks
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import broadcast_object, on_all_ranks
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.dtensors import box_of, placements_of
+from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.pieces import Share, create, joined, live_names, write_pieces
-from mmfsdp.saving.writing.replica_shares import share_of
+from mmfsdp.saving.writing.replica_shares import written_boxes
 
-__all__ = ["SCATTERED", "WrittenParts", "first_of", "joined_on_first", "shares_of", "write_shared"]
+__all__ = ["SCATTERED", "WrittenParts", "joined_on_first", "shares_of", "write_shared"]
 
 SCATTERED = -1
 """Offset that stands for many, if a rank wrote a tensor in so many stretches that it tells only their length."""
@@ -53,17 +52,15 @@ def shares_of(tensors: Mapping[str, torch.Tensor], scope: Scope) -> dict[str, Sh
             on every rank.
         scope: The ranks that save; its channel is one of gloo.
     """
-    first, found = first_of(scope), {}
+    first, found = _first_of(scope), {}
     written: dict[int, dict[int, int]] = {}
     for name, tensor in sorted(tensors.items()):  # replicas are chosen in the same order on every rank
         if not isinstance(tensor, DTensor):
             continue
-        replica, mine = share_of(tensor, written)
-        shape, mesh = tuple(tensor.shape), tensor.device_mesh
-        boxes = EvenBoxes(shape, tuple(mesh.shape), tuple(placements_of(tensor)), replica)
-        ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
-        writes = replica == mine and first in ranks and (tensor.dim() > 0 or scope.is_first)
-        found[name] = Share(tensor.to_local(), shape, box_of(tensor).bounds, writes, boxes, ranks)
+        boxes, writes = written_boxes(tensor, written)
+        ranks = tuple(int(rank) for rank in tensor.device_mesh.mesh.flatten())
+        writes = writes and first in ranks and (tensor.dim() > 0 or scope.is_first)
+        found[name] = Share(tensor.to_local(), boxes.shape, box_of(tensor).bounds, writes, boxes, ranks)
     return found
 
 
@@ -72,7 +69,7 @@ def _group_of(scope: Scope) -> dist.ProcessGroup:
     return scope.channel.group
 
 
-def first_of(scope: Scope) -> int:
+def _first_of(scope: Scope) -> int:
     """Return the global rank of the first rank of a scope, whose channel is one of gloo."""
     return dist.get_global_rank(_group_of(scope), 0)
 
@@ -98,7 +95,7 @@ def write_shared(
         shares: What this rank holds of each live tensor.
         scope: The ranks that save; its channel is one of gloo.
         target: What is saved, for messages.
-        border: Take the checksums of blocks of so many bytes, too, if it is not 0.
+        border: Also take the checksum of every block of this many bytes; 0 takes none.
         alone: The first rank writes what the others send.
 
     Returns:
@@ -117,6 +114,7 @@ def write_shared(
                 create(directory / file.name, file.size)
         return [(file.name, [piece for piece in file.pieces if live_names(piece.entry)]) for file in planned]
 
+    others = [[piece for piece in file.pieces if not live_names(piece.entry)] for file in planned]
     files = broadcast_object(scope, on_all_ranks(lay_out, scope))
     on_all_ranks(lambda: _check_known(files, shares), scope)
     own: WrittenParts = {}
@@ -125,11 +123,9 @@ def write_shared(
         with naming_lost_ranks("ranks sent their shards to the first one") if alone else nullcontext():
             pieces = _pieces_alone(live, shares, scope) if alone else _own_pieces(live, shares)
             if scope.is_first or not alone:
-                only = (
-                    [piece for piece in planned[index].pieces if not live_names(piece.entry)] if scope.is_first else ()
-                )
+                only: list[_Held] = [(piece, {}) for piece in others[index]] if scope.is_first else []
                 with _collected(failures, target / name):
-                    own |= _write(directory / name, chain(((piece, {}) for piece in only), pieces), border)
+                    own |= _write(directory / name, chain(only, pieces), border)
             for _ in pieces:  # otherwise ranks that send would never return
                 pass
 
@@ -180,7 +176,7 @@ def _own_pieces(pieces: Iterable[Piece], shares: Mapping[str, Share]) -> Iterato
 
 def _pieces_alone(pieces: Iterable[Piece], shares: Mapping[str, Share], scope: Scope) -> Iterator[_Held]:
     """Send what this rank writes to the first one, and there yield all pieces. Collective: every rank of the scope."""
-    group, first, own = _group_of(scope), first_of(scope), dist.get_rank()
+    group, first, own = _group_of(scope), _first_of(scope), dist.get_rank()
     memory = torch.empty(0, dtype=torch.uint8)
     for piece, name in ((each, name) for each in pieces for name in live_names(each.entry)):
         share = shares[name]
@@ -200,16 +196,9 @@ def _pieces_alone(pieces: Iterable[Piece], shares: Mapping[str, Share], scope: S
 
 
 def _write(path: Path, pieces: Iterable[_Held], border: int) -> WrittenParts:
-    names: list[str] = []
-
-    def noted() -> Iterator[_Held]:
-        for piece, own in pieces:
-            names.append(piece.entry.name)
-            yield piece, own
-
     found: WrittenParts = {}
-    for name, stretches in zip(names, write_pieces(path, noted(), border=border), strict=True):
-        found.setdefault(name, []).extend(stretches)
+    for piece, stretches in write_pieces(path, pieces, border=border):
+        found.setdefault(piece.entry.name, []).extend(stretches)
     if not border:
         found = {name: _told(stretches) for name, stretches in found.items()}
     sync(path)
@@ -254,8 +243,8 @@ def joined_on_first(own: WrittenParts, scope: Scope, border: int = 0) -> Written
     Args:
         own: What this rank wrote.
         scope: The ranks.
-        border: Stretches stay apart at multiples of so many bytes of the file, if it is not 0: then the messages grow
-            with the file.
+        border: Keep stretches apart at every multiple of this many bytes of the file, so that messages grow with the
+            file; 0 joins all.
     """
     joined, step = own, 1
     while step < scope.size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from mmfsdp.checkpoint.files.disk import make_parent
 from mmfsdp.checkpoint.layout import PlannedFile
 from mmfsdp.checkpoint.manifest import BLOCK
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves
-from mmfsdp.collective.channels import kernel_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
 from mmfsdp.saving.directory.errors import as_checkpoint_error
@@ -28,7 +26,7 @@ from mmfsdp.saving.writing.archives import Placeholders, plan_live
 from mmfsdp.saving.writing.embedded_sums import embed_sums
 from mmfsdp.saving.writing.memory import live_entry
 from mmfsdp.saving.writing.pieces import Share
-from mmfsdp.saving.writing.publishing import LOOK_AGAIN
+from mmfsdp.saving.writing.publishing import sees
 from mmfsdp.saving.writing.shared_files import shares_of, write_shared
 from mmfsdp.state.model import whole as gather
 
@@ -49,18 +47,26 @@ def with_boxes(content: Mapping[str, Any], scope: Scope, target: Path) -> dict[s
         FormatError: The content holds itself; raised on every rank.
     """
 
-    def divided() -> set[str]:
+    def odd() -> set[str]:  # the keys with other tensors; what is under all others stays as it is
         with as_checkpoint_error(target):
-            return {key for key, value in content.items() if find_leaves({key: value}, DTensor)}
+            return {
+                key
+                for key, value in content.items()
+                if not all(_is_box(leaf) for _, leaf in find_leaves({key: value}, DTensor))
+            }
 
     def gathered(_: str, leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor) or all(type(each) in (Shard, Replicate) for each in leaf.placements):
+        if not isinstance(leaf, DTensor) or _is_box(leaf):
             return leaf
         value = gather(leaf, scope.is_first)
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if value is None else value
 
-    keys = on_all_ranks(divided, scope)
+    keys = on_all_ranks(odd, scope)
     return {key: map_leaves({key: value}, gathered)[key] if key in keys else value for key, value in content.items()}
+
+
+def _is_box(tensor: DTensor) -> bool:
+    return all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
 
 
 def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overwrite: bool) -> None:
@@ -114,16 +120,16 @@ def publish_file(
     """
     with ExitStack() as stack:  # of the first rank; the others see its file, or not
 
-        def begin() -> tuple[Path, str] | None:
+        def begin() -> Path | None:
             if not scope.is_first:
                 return None
             with as_checkpoint_error(target):
                 temporary = stack.enter_context(_published(target, overwrite))
                 temporary.touch()
-                return temporary, kernel_of()
+                return temporary
 
-        temporary, host = shared(begin, scope)
-        alone = is_remote(target) or any_of(scope, not _sees(temporary, host))
+        temporary = shared(begin, scope)
+        alone = is_remote(target) or any_of(scope, not sees(temporary))
         files = [replace(file, name=temporary.name) for file in planned]
         entries = write_shared(
             temporary.parent,
@@ -142,15 +148,6 @@ def publish_file(
                 stack.close()
 
         on_all_ranks(publish, scope)
-
-
-def _sees(path: Path, host: str) -> bool:
-    """Tell whether this rank sees what the first one made, which runs on ``host``. Not collective."""
-    for _ in range(1 if host == kernel_of() else LOOK_AGAIN):
-        if path.exists():
-            return True
-        time.sleep(0.1)
-    return path.exists()
 
 
 @contextmanager

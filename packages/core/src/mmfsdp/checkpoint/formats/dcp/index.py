@@ -156,12 +156,11 @@ def _named(path: Keys, tensor: Any, ranks: int) -> Named:
         return Named(path)
     dtype, shape, mesh, placements, replica = tensor
     boxes = EvenBoxes(_sizes(shape), _sizes(mesh), tuple(placements), *_sizes([replica]))
-    replicas = math.prod(size for size, dim in zip(boxes.mesh, placements, strict=True) if dim is None)
     if (
         dtype not in DTYPES
         or math.prod(boxes.mesh) != ranks
         or any(dim is not None and not 0 <= _checked(dim, int) < len(shape) for dim in placements)
-        or boxes.replica >= replicas
+        or boxes.replica >= boxes.replicas
     ):
         raise ValueError(f"the rule {tensor!r} is malformed")
     return Named(path, dtype, boxes)
