@@ -98,6 +98,29 @@ class FrozenBlock(Tied):
 MODELS: dict[str, type[nn.Module]] = {cls.__name__: cls for cls in (Tied, Conv, Attention, Frozen, FrozenBlock)}
 
 
+class Named(nn.Module):
+    """A model that is only names and tensors; it is never run.
+
+    Args:
+        tensors: Its parameters.
+        buffers: The end of names that are buffers.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], buffers: str | None = None) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            if buffers is not None and name.endswith(buffers):
+                module.register_buffer(last, tensor)
+            else:
+                module.register_parameter(last, nn.Parameter(tensor))
+
+
 def build(name: str = "Tied", seed: int = 1) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

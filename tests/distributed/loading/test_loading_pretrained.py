@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tests.core.recipes.test_recipes import PAIRS, shapes
 from tests.core.recipes.test_recipes import weights as golden
 from tests.core.web_server import serving
+from tests.distributed.models import Named
 from tests.distributed.state.test_state_dicts import equal
 from torch import nn
 
@@ -280,21 +281,6 @@ def test_layers_that_the_file_seems_to_hold_do_not_stay_initial(tmp_path: Path) 
     assert "add initial=['tower.layers.*.experts']." in first[0]
 
 
-class Named(nn.Module):
-    """A model that is only names and shapes."""
-
-    def __init__(self, shapes: dict[str, list[int]]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
-
-
 def advice(rank: int, folder: str) -> dict[str, list[str]]:
     """What is said of each pair's file when the other's model shall be filled."""
     found = {}
@@ -305,7 +291,9 @@ def advice(rank: int, folder: str) -> dict[str, list[str]]:
             (target, source, {"strict": True}),
             (source, target, {"ignore_mismatched_sizes": True}),
         ):
-            model = mmfsdp.shard(Named(shapes(two)), {"init": {"device": "cpu"}})
+            model = mmfsdp.shard(
+                Named({name: torch.zeros(shape) for name, shape in shapes(two).items()}), {"init": {"device": "cpu"}}
+            )
             caught = warnings.catch_warnings(action="error", category=UserWarning)
             with caught, pytest.raises((StateDictError, UserWarning)) as raised:
                 mmfsdp.load_pretrained(model, f"{folder}/{one}/model.safetensors", **settings)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from safetensors.torch import load_file
 from tests.core.checkpoint.formats.test_gguf import folder
 from tests.core.gguf.models import weights
+from tests.distributed.models import Named
 from tests.distributed.state.test_state_dicts import HYBRID
 
 import mmfsdp
@@ -21,30 +21,14 @@ from mmfsdp.testing import run_ranks, single_rank
 KINDS = {"full": "pth", "safetensors": "safetensors", "gguf": "gguf"}
 
 
-class Named(nn.Module):
-    """A model with weights of some names; it is never run."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            module: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            if name.endswith("norm.weight"):  # not sharded: the first rank writes it
-                module.register_buffer(last, tensor)
-            else:
-                module.register_parameter(last, nn.Parameter(tensor))
-
-
 def save(rank: int, directory: str, name: str, dtype: torch.dtype, config: dict[str, Any], unseen: bool) -> None:
     if unseen and rank:
         from mmfsdp.saving.writing import whole_files
 
         whole_files.sees = lambda path: False  # as if the path were on a disk of another node
-    model = mmfsdp.shard(Named({key: value.to(dtype) for key, value in weights(name).items()}), config)
+    model = mmfsdp.shard(
+        Named({key: value.to(dtype) for key, value in weights(name).items()}, buffers="norm.weight"), config
+    )
     for kind, suffix in KINDS.items():
         like = f"{directory}/{name}" if kind == "gguf" else None
         for blocking in (True, False):
