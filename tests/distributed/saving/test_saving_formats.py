@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.core.checkpoint.formats.test_gguf import folder
 from tests.core.gguf.models import weights
 from tests.distributed.models import Named
 from tests.distributed.state.test_state_dicts import HYBRID
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import mmfsdp
 from mmfsdp.checkpoint import convert, diff, verify
-from mmfsdp.errors import ConfigError
+from mmfsdp.errors import ConfigError, StateDictError
+from mmfsdp.saving import write_checkpoint
 from mmfsdp.testing import run_ranks, single_rank
 
 KINDS = {"full": "pth", "safetensors": "safetensors", "gguf": "gguf"}
@@ -89,3 +93,35 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"it lacks .* Use a 'recipe'"):
             mmfsdp.save_checkpoint(tmp_path / "out.gguf", model, kind="gguf", like=tmp_path / "llama")
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def save_unlike(rank: int, folder: str) -> tuple[str, bool]:
+    """Save content that one rank has under another name, and content with a tensor that pairs of ranks hold."""
+    model = mmfsdp.shard(Named({"weight": torch.arange(12.0).reshape(6, 2)}), {})
+    weight = mmfsdp.model_state_dict(model, "sharded")["weight"]
+    said = ""
+    try:
+        write_checkpoint(f"{folder}/unlike", {"b" if rank == 2 else "a": weight}, model, kind="sharded")
+    except StateDictError as error:
+        said = str(error)
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))
+    held = distribute_tensor(torch.arange(10.0).reshape(5, 2), pairs["rank"], [Shard(0)])
+    content = {"whole": weight, "in pairs": held, "number": torch.tensor(rank)}
+    for kind, name in (("sharded", "dcp"), ("full", "full.pth")):
+        write_checkpoint(f"{folder}/{name}", content, model, kind=kind)
+    found = {"in pairs": torch.zeros(5, 2), "whole": torch.zeros(6, 2), "number": torch.tensor(9)}
+    dcp.load(found, checkpoint_id=f"{folder}/dcp")
+    whole = torch.load(f"{folder}/full.pth", weights_only=True)
+    expected = {"in pairs": torch.arange(10.0).reshape(5, 2), "whole": torch.arange(12.0).reshape(6, 2)}
+    expected["number"] = torch.tensor(0)
+    return said, all(each[key].equal(value) for each in (found, whole) for key, value in expected.items())
+
+
+def test_ranks_that_hold_different_tensors(tmp_path: Path) -> None:
+    found = run_ranks(save_unlike, 4, str(tmp_path))
+    assert [same for _, same in found] == [True] * 4
+    for said, _ in found:
+        assert "'a' is float32 of shape [6, 2] on rank 0, and not there on rank 2" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "full.pth"]
+    assert verify(tmp_path / "dcp").ok
+    assert diff(tmp_path / "dcp", tmp_path / "full.pth", keep="all").same
