@@ -158,7 +158,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def false_alarms(session: nox.Session) -> None:
-    """Prove plans that are right, of 21 families of models, and write docs/proven_models.md."""
+    """Prove plans that are right, of 21 families of models, and write docs/appendix/proven_models.md."""
     install(session, CORE_WITH_TORCH)
     session.run("python", "-m", "tests.parity.false_alarms", *session.posargs)
 

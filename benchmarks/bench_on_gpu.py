@@ -1,4 +1,4 @@
-"""Forecasts the steps that were measured on GPUs, without one, for docs/measured_on_gpu.md.
+"""Forecasts the steps that were measured on GPUs, without one, for docs/appendix/measured_on_gpu.md.
 
 ``python -m benchmarks.on_gpu.main FOLDER`` measures, on a machine with a GPU.
 """

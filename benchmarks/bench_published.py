@@ -1,4 +1,4 @@
-"""Forecasts runs on GPUs that others published, and writes them beside the figures for docs/published_runs.md.
+"""Forecasts runs on GPUs that others published, and writes them beside the figures for docs/appendix/published_runs.md.
 
 Half of the runs fit the shares of the peaks in `mmfsdp.rehearsal.timing.device_presets`, the other half test them.
 """

@@ -1,4 +1,4 @@
-"""Makes twelve mistakes with `fully_shard`, accelerate and mmfsdp, on two ranks, and writes the table of docs/why.md.
+"""Makes twelve mistakes with `fully_shard`, accelerate and mmfsdp on two ranks: the table of docs/explanation/why.md.
 
 ``python -m benchmarks.mistakes`` runs them over gloo in a minute. Each trains three steps. An outcome is *right* if
 the weights are those of one process, *wrong* if they are not and nothing was said, or the error that was raised.
@@ -23,7 +23,7 @@ from mmfsdp.testing import run_ranks
 
 __all__ = ["MISTAKES", "PAGE", "outcomes", "table"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "why.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "why.md"
 RANKS, STEPS = 2, 3
 
 

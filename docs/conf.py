@@ -23,7 +23,7 @@ version = release
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 root_doc = "index"
-exclude_patterns = ["_build", "requirements.txt"]
+exclude_patterns = ["_build", "requirements.txt", "adr"]  # decisions are read in the repository
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # links to `page.md#heading` work as they do in an unrendered file

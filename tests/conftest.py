@@ -14,7 +14,7 @@ import pytest
 # Before torch is imported, and for all processes that tests start. What tests compute is so small that a second thread
 # mostly spins: without this, tests in one process took a quarter more processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A processor with AMX holds more in convolutions of 16 bits than rehearsals say: docs/rehearsal_time.md.
+# A processor with AMX holds more in convolutions of 16 bits than rehearsals say: docs/explanation/rehearsal_time.md.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 

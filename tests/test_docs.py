@@ -22,15 +22,27 @@ from tests.test_architecture import CHECKPOINT_LEVELS, LEVELS
 from mmfsdp.basics.installing import FOLDERS, ON_INDEX, REPOSITORY
 
 SECONDS = 240  # for all blocks of one page
-CHOSEN_BY_TIME = {"docs/fit.md"}  # with other releases of torch, which take other times, it only has to run
-TESTED_ELSEWHERE = {"docs/tutorial.md"}  # by test_tutorial.py
+CHOSEN_BY_TIME = {"docs/howto/fit.md"}  # with other releases of torch, which take other times, it only has to run
+TESTED_ELSEWHERE = {"docs/tutorials/train_a_model.md"}  # by test_tutorial.py
 
 # In `nox -s exhaustive` only: they take longest, and what they show has tests of its own.
 LONG = {
-    *("docs/arithmetic.md", "docs/convert.md", "docs/device_operators.md", "docs/fit.md", "docs/forecast_and_run.md"),
+    *(
+        "docs/howto/arithmetic.md",
+        "docs/howto/convert.md",
+        "docs/appendix/device_operators.md",
+        "docs/howto/fit.md",
+        "docs/explanation/forecast_and_run.md",
+    ),
     *("docs/howto/frameworks.md", "docs/howto/lora.md", "docs/howto/recover.md", "docs/howto/resume.md"),
-    *("docs/huggingface.md", "docs/inspect.md", "docs/mmengine.md", "docs/recipes.md", "docs/rehearsal.md"),
-    *("docs/rehearsal_time.md", "docs/why.md"),
+    *(
+        "docs/howto/huggingface.md",
+        "docs/howto/inspect.md",
+        "docs/howto/mmengine.md",
+        "docs/howto/recipes.md",
+        "docs/explanation/rehearsal.md",
+    ),
+    *("docs/explanation/rehearsal_time.md", "docs/explanation/why.md"),
 }
 
 # A terminal wide enough that help is neither wrapped nor cut, without colours.
@@ -189,7 +201,7 @@ def test_files_that_pages_name_exist() -> None:
 
 
 def test_the_map_has_every_subpackage_at_its_level() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     for levels, prefix in ((LEVELS, r"mmfsdp\."), (CHECKPOINT_LEVELS, "")):
         rows = re.findall(rf"^\| (\d+) \| `{prefix}(\w+)` \|", text, flags=re.MULTILINE)
         expected = {subpackage: level for level, subpackages in enumerate(levels) for subpackage in subpackages}
@@ -208,7 +220,7 @@ PUBLIC_SUBPACKAGES = sorted(
 
 @pytest.mark.parametrize("subpackage", PUBLIC_SUBPACKAGES)
 def test_api_page_has_every_public_name(subpackage: str) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("api*.md")))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("api*.md")))
     section = text.partition(f"## {subpackage}\n")[2].partition("\n## ")[0]
     public = {*importlib.import_module(subpackage).__all__} - {"__version__"}
     assert {*re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)} == public

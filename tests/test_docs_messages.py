@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that the packages raise."""
+"""docs/howto/troubleshooting.md quotes messages that the packages raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from tests.doc_pages import ROOT
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "howto" / "troubleshooting.md"
 _TABLE = r"^\| message \|.*?(?=\n\n)"
 _ROWS = [
     line.split("|")[1].strip(" `")

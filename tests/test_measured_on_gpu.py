@@ -49,22 +49,25 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_other_pages_say_what_this_one_and_that_of_published_runs_say() -> None:
-    """The figures of docs/index.md and docs/fit.md are those of the generated pages."""
+    """The figures of docs/index.md and docs/howto/fit.md are those of the generated pages."""
     rows = [
         line.strip("|").split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.count("|") == 8
     ]
     kinds = ("allocated memory", "reserved memory", "seconds of a step")
     worst = [max(float(row[5].rstrip("%")) for row in rows if row[0].startswith(kind)) for kind in kinds]
-    index = (PAGE.parent / "index.md").read_text(encoding="utf-8")
+    index = (PAGE.parents[1] / "index.md").read_text(encoding="utf-8")
     assert [float(number) for number in re.findall(r"([\d.]+)%", index)] == worst
     inside = [row[6].split(" of ") for row in rows if row[0].startswith("reserved memory")]
     assert all(found == count for found, count in inside)
     published = (PAGE.parent / "published_runs.md").read_text(encoding="utf-8")
     theirs = re.findall(r"^\|reserved memory\|\d+\|\w+(?:\|[^|]*){4}\|(\d+) of (\d+)\|", published, flags=re.MULTILINE)
-    fit = " ".join((PAGE.parent / "fit.md").read_text(encoding="utf-8").split())
+    fit = " ".join((PAGE.parents[1] / "howto" / "fit.md").read_text(encoding="utf-8").split())
     assert f"all {sum(int(found) for found, _ in theirs)} of which stay below it" in fit
     assert all(found == count for found, count in theirs)
-    assert f"and all {sum(int(count) for _, count in inside)} [steps that we measured](measured_on_gpu.md)" in fit
+    assert (
+        f"and all {sum(int(count) for _, count in inside)} [steps that we measured](../appendix/measured_on_gpu.md)"
+        in fit
+    )
 
 
 @pytest.mark.sample("h100-llama 0.2B, bf16, 64 ranks")

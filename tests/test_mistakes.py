@@ -1,4 +1,4 @@
-"""The table of mistakes in docs/why.md is what torch, accelerate and mmfsdp do."""
+"""The table of mistakes in docs/explanation/why.md is what torch, accelerate and mmfsdp do."""
 
 import pytest
 from benchmarks.mistakes import PAGE, table

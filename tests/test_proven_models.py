@@ -1,4 +1,4 @@
-"""docs/proven_models.md is the page that the last sweep wrote: with every family and plan, and without false alarms."""
+"""docs/appendix/proven_models.md is what the last sweep wrote: every family and plan, no false alarm."""
 
 from __future__ import annotations
 

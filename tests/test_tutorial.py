@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its commands run, and a run that stopped and resumed trains as one that did not."""
+"""docs/tutorials/train_a_model.md: its commands run, and a run that stopped and resumed trains as one that did not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.console_blocks import walk
 from tests.doc_pages import ROOT, blocks
 from tests.forked_scripts import environ_alone, run_script
 
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "tutorials" / "train_a_model.md"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 

@@ -1,4 +1,4 @@
-"""docs/validation.md is what its script writes, and its commands name what exists."""
+"""docs/explanation/validation.md is what its script writes, and its commands name what exists."""
 
 from __future__ import annotations
 

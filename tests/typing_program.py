@@ -64,7 +64,7 @@ def train() -> None:
 
 
 def short_forms() -> list[ShardConfig]:
-    """Every short form of docs/configuration.md."""
+    """Every short form of docs/reference/configuration.md."""
     made = [
         ShardConfig(precision="bf16", sharding="FULL_SHARD", wrap={"kind": "module_class", "classes": ["Block"]}),
         ShardConfig(precision=torch.bfloat16, sharding=ShardingStrategy.SHARD_GRAD_OP, wrap="Block"),

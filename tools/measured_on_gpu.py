@@ -1,4 +1,4 @@
-"""Writes docs/measured_on_gpu.md: steps that were measured on GPUs beside their forecasts.
+"""Writes docs/appendix/measured_on_gpu.md: steps that were measured on GPUs beside their forecasts.
 
 ``python tools/measured_on_gpu.py`` reads benchmarks/on_gpu/steps_DEVICE.jsonl and what
 ``python -m benchmarks.bench_on_gpu`` has forecast for them.
@@ -29,12 +29,16 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "on_gpu"
 DEVICES = "h100", "h200"
 FORECASTS = "forecasts.json"
-PAGE = ROOT / "docs" / "measured_on_gpu.md"
+PAGE = ROOT / "docs" / "appendix" / "measured_on_gpu.md"
 
 _GIB = 1 << 30
 KINDS = {"allocated": "allocated memory", "reserved": "reserved memory", "seconds": "seconds of a step"}
 
-INTRO = """# Measured on a GPU
+INTRO = """---
+orphan: true
+---
+
+# Measured on a GPU
 
 On this page you look up how far forecasts are from steps that we measured: {first} on one {one} and {second} on
 one {other}, with torch {torch} and transformers 5.17. `python -m benchmarks.on_gpu.main FOLDER` measured them in a
@@ -74,7 +78,7 @@ moment, and how long issuing an operator takes at worst.
 - *The optimizer of the offloaded step* ran on 16 threads, and the forecast counts with one, as torchrun starts a rank;
   the interval has both.
 
-A step of an LSTM is left out, as its weights lay elsewhere then: see [guards](guards.md).
+A step of an LSTM is left out, as its weights lay elsewhere then: see [guards](../explanation/guards.md).
 
 """
 

@@ -1,4 +1,4 @@
-"""Writes docs/published_runs.md and docs/published_runs_a100.md: forecasts beside the figures that others published.
+"""Writes docs/appendix/published_runs.md and published_runs_a100.md: forecasts beside the figures of others.
 
 ``python tools/published_runs.py`` reads the records in benchmarks/published/runs.jsonl and what
 ``python -m benchmarks.bench_published`` has forecast for them.
@@ -18,9 +18,13 @@ __all__ = ["PAGES", "error_of", "pages"]
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "published"
-PAGES = {name: ROOT / "docs" / f"published_runs{name}.md" for name in ("", "_a100")}
+PAGES = {name: ROOT / "docs" / "appendix" / f"published_runs{name}.md" for name in ("", "_a100")}
 
-INTRO = """# Published runs
+INTRO = """---
+orphan: true
+---
+
+# Published runs
 
 On this page you look up how far forecasts are from {count} runs on GPUs that others published: the source, the
 settings, the figure, the forecast. `python -m benchmarks.bench_published` rebuilds each model on shapes and rehearses
@@ -96,7 +100,11 @@ micro-batches in a step, whose gradients llm-foundry reduces each time.
 
 """
 
-A100 = """# llm-foundry on A100
+A100 = """---
+orphan: true
+---
+
+# llm-foundry on A100
 
 On this page you look up forecasts of steps of MPT models on A100, which belong to [published
 runs](published_runs.md). All are from `scripts/train/benchmarking/README.md` of mosaicml/llm-foundry. `python

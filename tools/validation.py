@@ -1,4 +1,4 @@
-"""Writes docs/validation.md: which combinations were tested, with which command, and which never were.
+"""Writes docs/explanation/validation.md: which combinations were tested, with which command, and which never were.
 
 ``python tools/validation.py`` reads the releases from noxfile.py, the formats from the package, and the figures from
 benchmarks/results.json, whose date it names.
@@ -18,7 +18,7 @@ from mmfsdp.checkpoint import known_formats
 __all__ = ["PAGE", "page"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "validation.md"
+PAGE = ROOT / "docs" / "explanation" / "validation.md"
 
 INTRO = """# Validation
 
@@ -73,9 +73,10 @@ TESTS = {
 NEVER = """## What never ran
 
 - **Several GPUs.** One H100, and for a third of them an H200, ran the tests of `pytest -m gpu` that one GPU can run,
-  with NCCL on one rank and on two that shared it, with torch 2.11; [what was measured there](measured_on_gpu.md) is
-  beside its forecasts. Forecasts for many GPUs are compared with [figures that others published](published_runs.md);
-  how often torch empties its cache on a full GPU, with one of these, and with a step on the H100.
+  with NCCL on one rank and on two that shared it, with torch 2.11; [what was measured
+  there](../appendix/measured_on_gpu.md) is beside its forecasts. Forecasts for many GPUs are compared with [figures
+  that others published](../appendix/published_runs.md); how often torch empties its cache on a full GPU, with one of
+  these, and with a step on the H100.
 - **More than eight ranks** at once, all on one machine. What a rank does on up to 2,048 ranks was simulated
   (`nox -s bench -- ranks`).
 - **Several physical machines.** Two hosts were processes of one machine.
@@ -92,7 +93,8 @@ def page() -> str:
         INTRO.format(date=results["date"], torch=results["torch"], python=results["python"]),
         "## Releases\n",
         _table(("torch", "command"), [(release, f"`nox -s 'compat({release})'`") for release in _releases()]),
-        f"Python {', '.join(_pythons())}; [install](install.md#releases-of-torch-and-python) has each run's result.\n",
+        f"Python {', '.join(_pythons())}; "
+        "[install](../howto/install.md#releases-of-torch-and-python) has each run's result.\n",
         "## Forecasts and agreement\n",
         _table(("figure", "value", "command"), _figures(results)),
     ]
@@ -102,7 +104,7 @@ def page() -> str:
     parts += ["## Formats\n", _table(("format", "read", "written"), formats)]
     parts.append(
         "`pytest tests/core/checkpoint/conversion/test_roundtrip.py` tests each; "
-        "[formats](formats.md) has the writers.\n"
+        "[formats](../reference/formats.md) has the writers.\n"
     )
     return "\n".join([*parts, NEVER])
 

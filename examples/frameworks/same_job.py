@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/frameworks/same_job.py --tool torch --weights first.pth --dir run
 
 The job: shard a model, train three steps in bfloat16 with clipping, and save weights and optimizer state.
-docs/why.md compares the five. Fabric needs `pip install lightning-fabric`. DeepSpeed needs `pip install deepspeed
-ninja`, a C++ compiler, and on a machine without a GPU the variable `DS_ACCELERATOR=cpu`.
+docs/explanation/why.md compares the five. Fabric needs `pip install lightning-fabric`. DeepSpeed needs `pip install
+deepspeed ninja`, a C++ compiler, and on a machine without a GPU the variable `DS_ACCELERATOR=cpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shortest loop: shard a Hugging Face model, train three steps, save. docs/tutorial.md begins with it.
+"""The shortest loop: shard a Hugging Face model, train three steps, save. docs/tutorials/train_a_model.md shows it.
 
 torchrun --nproc-per-node 2 examples/hf_loop/first.py
 """

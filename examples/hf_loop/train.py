@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hf_loop/train.py --dir runs/sums --steps 12
 
-docs/tutorial.md explains every part. The model is small and its weights are random: nothing is downloaded.
+docs/tutorials/train_a_model.md explains every part. The model is small and its weights are random: no download.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/multi_node/train.py --dir /shared/run
 
-docs/multi_node.md has the command lines for several nodes. Without a GPU it runs on the CPU.
+docs/howto/multi_node.md has the command lines for several nodes. Without a GPU it runs on the CPU.
 """
 
 from __future__ import annotations

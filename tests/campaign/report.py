@@ -1,6 +1,6 @@
 """Writes the page on a campaign: faults by type and phase, and how the runs ended.
 
-python -m tests.campaign.report work_dirs/campaign/results.jsonl > docs/faults.md
+python -m tests.campaign.report work_dirs/campaign/results.jsonl > docs/explanation/faults.md
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from mmfsdp import errors
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 ROWS = re.findall(r"^- `(\w+)`: (`.*)$", PAGE.read_text(), re.M)
 KINDS = [(kind, name) for kind, names in ROWS for name in re.findall(r"`(\w+)`", names)]
 

@@ -118,7 +118,7 @@ def test_the_public_api_is_the_snapshot() -> None:
     found = "\n".join(changes)
     assert not found, (
         f"The public API has changed:\n{found}\nIf you meant it, run '{COMMAND}', and say it in CHANGELOG.md and "
-        "docs/api.md."
+        "docs/reference/api.md."
     )
 
 

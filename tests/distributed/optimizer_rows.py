@@ -1,4 +1,4 @@
-"""Runs what the table of optimizers in docs/optimizers.md says about each of them."""
+"""Runs what the table of optimizers in docs/explanation/optimizers.md says about each of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["WHOLE", "rows", "words_of"]
 WHOLE: dict[str, Any] = {"sharding": {"ignored_parameters": ["**"]}}
 """Settings that keep every parameter whole."""
 
-_PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "optimizers.md"
 _KINDS = ("sharded", "local", "full")
 _STEPS, _MORE = 3, 2
 

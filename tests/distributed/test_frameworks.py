@@ -243,7 +243,7 @@ def test_the_page_counts_the_lines_of_the_job() -> None:
             start = next(node for node in body if node not in imports).lineno
             lines = source.splitlines()[start - 1 : function.end_lineno]
             counts[function.name] = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
-    page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "why.md").read_text(encoding="utf-8")
     rows = dict(
         re.findall(
             r"^\| (mmfsdp|`fully_shard`|accelerate|Lightning Fabric|DeepSpeed)[^|]* \| (\d+) \|", page, re.MULTILINE

@@ -1,4 +1,4 @@
-"""Every row of docs/optimizers.md about optimizers of other packages is what happens."""
+"""Every row of docs/explanation/optimizers.md about optimizers of other packages is what happens."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ section:has(#modules), section:has(#scaling), section:has(#sent), section:has(#n
 
 
 def step_of_the_docs() -> Rehearsal:
-    """Rehearse the example of docs/rehearsal.md."""
+    """Rehearse the example of docs/explanation/rehearsal.md."""
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
         model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)

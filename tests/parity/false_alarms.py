@@ -1,6 +1,6 @@
 """Proves plans that are right, of 21 families of models: a proof that fails is a false alarm.
 
-``python -m tests.parity.false_alarms`` proves all and writes docs/proven_models.md: half an hour on two cores.
+``python -m tests.parity.false_alarms`` proves all and writes docs/appendix/proven_models.md: half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mmfsdp.testing import close_ranks
 __all__ = ["PAGE", "PLANS", "PRECISIONS", "page", "proofs", "share_of"]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "proven_models.md"
+PAGE = ROOT / "docs" / "appendix" / "proven_models.md"
 RESULTS = ROOT / "work_dirs" / "false_alarms.json"
 
 PRECISIONS = ("fp32", "bf16")
@@ -44,12 +44,16 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 STEPS, SAMPLES = 1, 2
 
-INTRO = """# Models that were proven
+INTRO = """---
+orphan: true
+---
 
-On this page you look up for which families of models and which plans `mmfsdp.prove` has no false alarm. Each number is
-the largest difference between the run on several ranks and the one in one process, of all tensors, as a share of what
-[comparing](parity.md#how-far-apart-tensors-may-be) allows; 0% means equal to the last bit, or nearly. A plan that is
-right and is not proven would be a false alarm, and its cell would say so.
+# Models that were proven
+
+On this page you look up for which families of models and which plans `mmfsdp.prove` has no false alarm. Each number
+is the largest difference between the run on several ranks and the one in one process, of all tensors, as a share of
+what [comparing](../explanation/parity.md#how-far-apart-tensors-may-be) allows; 0% means equal to the last bit, or
+nearly. A plan that is right and is not proven would be a false alarm, and its cell would say so.
 
 The {families} families are small models, written with torch alone in `tests/parity/families.py`: with batch norms,
 dropout, recurrent layers, tied weights, experts, layers that are called several times, frozen weights, normalised

@@ -62,7 +62,7 @@ def test_nothing_else_asks_for_the_release() -> None:
 
 
 def test_the_oldest_release_is_in_the_docs() -> None:
-    for name in ("docs/install.md", "packages/core/README.md"):
+    for name in ("docs/howto/install.md", "packages/core/README.md"):
         assert f"torch {'.'.join(map(str, MINIMUM_TORCH))} or" in (ROOT / name).read_text(), name
 
 

@@ -1,4 +1,4 @@
-"""docs/settings.md, and docs/muon.md for its section, list every setting with its default, and none that is gone."""
+"""The pages of settings list every setting with its default, and none that is gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.config.precision import PRESETS
 
 DOCS = Path(__file__).parents[3] / "docs"
-TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("settings.md", "muon.md"))
+TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("reference/settings.md", "explanation/muon.md"))
 # | `path` | type | default | meaning | engines or kinds |
 ROW = re.compile(
     r"^\| `(?P<path>[a-z_.]+)` \|(?P<type>[^|]*)\| (?P<default>[^|]*?) \|(?P<meaning>[^|]*)\|[^|]*\|$",

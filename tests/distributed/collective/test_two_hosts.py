@@ -1,4 +1,4 @@
-"""Two hosts: started as docs/multi_node.md says, training as one process does; disks of their own; a host dies."""
+"""Two hosts: started as docs/howto/multi_node.md says, training as one process; own disks; a host dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.forked_scripts import environ_alone, python, run_script
 
 from mmfsdp.checkpoint import verify
 
-PAGE = ROOT / "docs" / "multi_node.md"
+PAGE = ROOT / "docs" / "howto" / "multi_node.md"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 

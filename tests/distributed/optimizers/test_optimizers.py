@@ -1,4 +1,4 @@
-"""Every row of docs/optimizers.md about torch's own optimizers is what happens."""
+"""Every row of docs/explanation/optimizers.md about torch's own optimizers is what happens."""
 
 from __future__ import annotations
 

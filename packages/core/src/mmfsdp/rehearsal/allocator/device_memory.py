@@ -30,13 +30,14 @@ _MIB = 1 << 20
 _HOPPER = 9  # major number of its compute capability
 _PAIRS = re.compile(r":(\d+):(\d+)")
 UNCERTAIN = 0.04
-"""How far published steps are from the nearest replay at most, in the half that fits (docs/published_runs.md): the
-order of releases on a GPU, fragments that were there before, workspaces that are not modelled."""
+"""How far published steps are from the nearest replay at most, in the half that fits
+(docs/appendix/published_runs.md): the order of releases on a GPU, fragments that were there before, workspaces that
+are not modelled."""
 
 _GIB = 1 << 30
 _LARGE_SHARE = 1 / 8
 """From which share of what is taken on the largest buffer of gradients may need a segment of its own again. One of
-3.91 GiB did in the 8 B step that was measured on an H100 (docs/measured_on_gpu.md)."""
+3.91 GiB did in the 8 B step that was measured on an H100 (docs/appendix/measured_on_gpu.md)."""
 
 CONTEXT = (287_047_680 + 232 * _MIB, 666_632_192)
 """Least and most bytes of the CUDA context with torch's kernels: as measured with modules loaded lazily and at once, in

@@ -31,7 +31,7 @@ __all__ = ["REFINED", "fit", "refined"]
 
 _MARGIN = 0.03
 """Share of the memory that is left free, beside the uncertainty of the forecast's upper end, which none of the
-published runs exceeded (docs/published_runs.md)."""
+published runs exceeded (docs/appendix/published_runs.md)."""
 
 REFINED = frozenset(("wrap", "prefetch"))
 """Sections that are varied around single choices only, because every combination would multiply the search."""
