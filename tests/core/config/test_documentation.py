@@ -16,13 +16,16 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.config.precision import PRESETS
 
 DOCS = Path(__file__).parents[3] / "docs"
-TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("reference/settings.md", "explanation/muon.md"))
-# | `path` | type | default | meaning | engines or kinds |
+PAGES = ("reference/configuration.md", "explanation/muon.md")
+TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+# | `path` | type | default | meaning |
 ROW = re.compile(
-    r"^\| `(?P<path>[a-z_.]+)` \|(?P<type>[^|]*)\| (?P<default>[^|]*?) \|(?P<meaning>[^|]*)\|[^|]*\|$",
+    r"^\| `(?P<path>[a-z_.]+)` \|(?P<type>[^|]*)\| (?P<default>[^|]*?) \|(?P<meaning>[^|]*)\|$",
     flags=re.MULTILINE,
 )
 ROWS = {match["path"]: match for match in ROW.finditer(TEXT)}
+# ### name, and a paragraph
+SECTIONS = dict(re.findall(r"^### (\w+)\n\n(.+?)\n\n", TEXT, flags=re.MULTILINE | re.DOTALL))
 ACTIVATION_POLICY = "activation_checkpointing.modules"  # described once, under `wrap`
 
 
@@ -54,7 +57,14 @@ def test_walk_reaches_every_config_model() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    assert sorted(SETTINGS.keys() - ROWS.keys()) == []
+    assert sorted(SETTINGS.keys() - ROWS.keys() - SECTIONS.keys()) == []
+
+
+def test_every_section_says_whether_it_is_off() -> None:
+    models = {name: field for name, field in ShardConfig.model_fields.items() if any(models_in(field.annotation))}
+    assert SECTIONS.keys() == models.keys()
+    off = {name for name, field in models.items() if field.get_default(call_default_factory=True) is None}
+    assert {name for name, text in SECTIONS.items() if "off by default" in text} == off
 
 
 def test_every_documented_setting_exists() -> None:
