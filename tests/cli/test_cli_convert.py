@@ -135,10 +135,12 @@ def test_diff(checkpoint: Path) -> None:
     done = run("diff", checkpoint, damaged(checkpoint))
     assert done.returncode == 1
     assert "state_dict/backbone.conv: " in done.stdout
-    assert "different: 3 tensors compared (all) in " in done.stdout
+    assert "different: 1 of 3 tensors differ (all) in " in done.stdout
     assert "--keep model" not in done.stdout
     run("convert", checkpoint, checkpoint.with_name("weights.pth"))
-    assert "the weights alone, add --keep model" in run("diff", checkpoint, checkpoint.with_name("weights.pth")).stdout
+    said = run("diff", checkpoint, checkpoint.with_name("weights.pth")).stdout
+    assert "the weights alone, add --keep model" in said
+    assert "different: 1 of 3 tensors and 1 other value differ (all) in " in said
     assert len(json.loads(run("diff", checkpoint, damaged(checkpoint), "--json").stdout)["values"]) == 1
     assert run("diff", checkpoint, "nowhere.pth").returncode == 2
     assert run("diff", checkpoint, checkpoint, "--keep", "optimiser").returncode == 2
@@ -161,6 +163,7 @@ def test_every_list_has_a_limit(tmp_path: Path) -> None:
     assert "  ... and 6 more (--limit 0 shows all)" in done.stdout.splitlines()
     assert "w8" in run("diff", one, two, "--limit", 0).stdout
     report = json.loads(run("diff", one, two, "--limit", 3, "--json").stdout)
+    assert (report["num_differing"], report["num_tensors"]) == (10, 10)
     assert report["only_in_a"] == [f"w{number}" for number in range(9)], "a program gets all of it"
 
 

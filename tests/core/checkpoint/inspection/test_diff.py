@@ -73,12 +73,18 @@ def test_names_shapes_dtypes_and_values(tmp_path: Path) -> None:
     report = diff(one, two)
     assert not report.same
     assert (report.scope, report.compared) == ("all", 1)
+    assert (report.num_differing, report.num_tensors) == (5, 5)
     assert (report.only_in_a, report.only_in_b) == (("state_dict/a",), ("state_dict/b",))
     assert [(item.name, item.a, item.b) for item in report.shapes] == [("state_dict/s", [2, 3], [3, 2])]
     assert [(item.name, item.a, item.b) for item in report.dtypes] == [("state_dict/t", "float32", "float16")]
     [found] = report.values
     assert (found.differing, found.max_abs, found.max_rel) == (3, 2.0, 2.0)
-    assert json.loads(json.dumps(report.describe(), allow_nan=False))["same"] is False
+    said = json.loads(json.dumps(report.describe(), allow_nan=False))
+    assert (said["same"], said["num_differing"], said["num_tensors"]) == (False, 5, 5)
+    kept = save(tmp_path / "c.pth", s=torch.ones(2, 3).half(), t=torch.ones(4), u=torch.ones(1), v=torch.ones(4))
+    both = save(tmp_path / "d.pth", s=torch.ones(3, 2), t=torch.ones(4), u=torch.zeros(1))  # s in two ways, v is lacking
+    report = diff(kept, both)
+    assert (report.num_differing, report.num_tensors) == (3, 4)
 
 
 def test_scopes(tmp_path: Path) -> None:

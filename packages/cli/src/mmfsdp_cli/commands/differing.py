@@ -41,15 +41,39 @@ _EQUAL = "What counts as equal"
 @checkpoint_argument("a")
 @argument("b", type=CHECKPOINT, help="Another checkpoint, of any format.")
 @keep("as much as both have")
-@option("--rtol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Relative tolerance.")
-@option("--atol", section=_EQUAL, type=click.FloatRange(min=0), default=0.0, metavar="X", help="Absolute tolerance.")
-@flag("--ignore-dtypes", section=_EQUAL, help="Compare tensors of different dtypes as numbers.")
-@flag("--dequantize", section=_EQUAL, help="Compare 8-bit codes with scales as the numbers that they stand for.")
+@option(
+    "--rtol",
+    section=_EQUAL,
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="X",
+    help="Relative tolerance. Needs numpy.",
+)
+@option(
+    "--atol",
+    section=_EQUAL,
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="X",
+    help="Absolute tolerance. Needs numpy.",
+)
+@flag("--ignore-dtypes", section=_EQUAL, help="Compare tensors of different dtypes as numbers. Needs numpy.")
+@flag(
+    "--dequantize",
+    section=_EQUAL,
+    help="Compare 8-bit codes with scales as the numbers that they stand for. Needs numpy.",
+)
 @option("--strip-prefix", section="Names", metavar="TEXT", help="Remove this prefix from names that have it.")
 @trust
 @shapes_from
 @jobs
-@option("--html", section="Output", type=PATH, metavar="FILE", help="Write a page that shows what changed, per module.")
+@option(
+    "--html",
+    section="Output",
+    type=PATH,
+    metavar="FILE",
+    help="Write a page that shows what changed, per module. Needs numpy.",
+)
 @flag("--force", "overwrite", section="Output", help="Replace an existing target.")
 @limit
 @json_report
@@ -74,7 +98,8 @@ def diff_command(
 ) -> None:
     """Compare two checkpoints across formats and shardings: names, shapes, dtypes and values.
 
-    By default it compares as much as both have; --keep names a part.
+    By default it compares as much as both have; --keep names a part. Without numpy it does not count how many elements
+    differ, and by how much.
 
     Exit codes: 0 the same; 1 different, or one of them is damaged; 2 a path or argument is wrong.
     """
@@ -136,8 +161,12 @@ def _print(report: DiffReport, limit: int) -> None:
         say("  What both have is the same: to compare the weights alone, add --keep model.")
     if report.left_out:
         say(f"Not compared: {', '.join(report.left_out)}.")
-    verdict, colour = ("the same", "green") if report.same else ("different", "red")
-    say(f"{verdict}: {report.compared} tensors compared ({report.scope}) in {report.seconds:.1f} s.", colour=colour)
+    said = f"the same: {report.compared} tensor{'s' * (report.compared != 1)} compared"
+    if not report.same:
+        others = f" and {len(report.other)} other value{'s' * (len(report.other) != 1)}" if report.other else ""
+        tensors = f"{report.num_differing} of {report.num_tensors} tensors"
+        said = f"different: {tensors}{others} differ"
+    say(f"{said} ({report.scope}) in {report.seconds:.1f} s.", colour="green" if report.same else "red")
 
 
 def _both(a: object, b: object) -> str:

@@ -87,9 +87,24 @@ class DiffReport:
         found = (self.only_in_a, self.only_in_b, self.shapes, self.dtypes, self.values, self.other)
         return not any(found)
 
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors that either has, in the part that was compared; one that both have counts once."""
+        return self.compared + len(self._unlike) + len(self.only_in_a) + len(self.only_in_b)
+
+    @property
+    def num_differing(self) -> int:
+        """Number of tensors of `num_tensors` that differ: only one has them, or shapes, dtypes or values differ."""
+        return self.num_tensors - self.compared + len(self.values)
+
+    @property
+    def _unlike(self) -> set[str]:
+        return {item.name for item in (*self.shapes, *self.dtypes)}
+
     def describe(self) -> dict[str, Any]:
         """Return what ``diff --json`` prints: plain values only; infinities are the string ``'inf'``."""
-        content = {"same": self.same, **asdict(self)}
+        counts = {"num_tensors": self.num_tensors, "num_differing": self.num_differing}
+        content = {"same": self.same, **counts, **asdict(self)}
         del content["elements"]
         for item in content["values"]:
             for key in ("max_abs", "max_rel"):
