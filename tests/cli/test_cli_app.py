@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
-from tests.cli.support import invoke, run, write_safetensors
+from tests.cli.support import golden, invoke, run, write_safetensors
 
 from mmfsdp.basics import pip_install
 from mmfsdp.checkpoint import Conversion
@@ -236,6 +236,58 @@ def test_bash_completes(tmp_path: Path, words: str, completed: str) -> None:
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(["bash", str(tmp_path / "script")], env=env, capture_output=True, text=True, check=False)
     assert done.stdout.split()[:1] == [completed], done.stderr
+
+
+NEEDING_NUMPY = {
+    "inspect --stats": "inspect {a} --tensor head --stats",
+    "convert --dtype": "convert {a} out.pth --dtype bf16",
+    "convert --quantize": "convert {a} out.safetensors --quantize fp8",
+    "average": "average {a} {a} out.pth",
+    "merge-lora": "merge-lora {a} adapter out.pth",
+    "delta": "delta {a} {a} out.pth",
+    "apply-delta": "apply-delta {a} {a} out.pth",
+    "diff --rtol": "diff {a} {a} --rtol 0.1",
+    "diff --atol": "diff {a} {a} --atol 0.1",
+    "diff --ignore-dtypes": "diff {a} {a} --ignore-dtypes",
+    "diff --dequantize": "diff {a} {a} --dequantize",
+    "diff --html": "diff {a} {a} --html page.html",
+}
+
+
+def test_help_says_what_needs_numpy(tmp_path: Path) -> None:
+    said = set()
+    for name in COMMANDS:
+        command = app.get_command(CONTEXT, name)
+        assert command is not None
+        if "Needs numpy." in (command.help or ""):
+            said.add(name)
+        elif name in WRITING - {"convert"}:
+            continue
+        for parameter in () if name in said else command.params:
+            if "Needs numpy." in (getattr(parameter, "help", None) or ""):
+                said.add(f"{name} {max(parameter.opts, key=len)}")
+    assert said == {*NEEDING_NUMPY}
+
+    lines = [
+        *NEEDING_NUMPY.values(),
+        "convert {a} out.pth",
+        "verify {a}",
+        "diff {a} out.pth --keep model",
+        "inspect {a}",
+    ]
+    code = (
+        "import json, sys; sys.modules['numpy'] = None\n"
+        "from click.testing import CliRunner; from mmfsdp_cli.main import app\n"
+        "found = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([[one.exit_code, one.output] for one in found]))"
+    )
+    source = str(golden("epoch_3.pth", tmp_path))
+    words = json.dumps([line.format(a=source).split() for line in lines])
+    done = subprocess.run([sys.executable, "-c", code, words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    for line, (exit_code, output) in zip(lines, json.loads(done.stdout), strict=True):
+        needs = line in NEEDING_NUMPY.values()
+        assert exit_code == (2 if needs else 0), (line, output)
+        assert ("needs numpy" in output) == needs, (line, output)
 
 
 def test_an_unknown_shell() -> None:

@@ -47,7 +47,7 @@ def average_command(
     ema: float | None,
     **given: Any,
 ) -> None:
-    """Write the average of the weights of several checkpoints, in constant memory.
+    """Write the average of the weights of several checkpoints, in constant memory. Needs numpy.
 
     Sums are computed in float64 and rounded once. Names and shapes must match; formats, shardings and dtypes need not.
 

@@ -25,7 +25,7 @@ _TARGET = "The path to write: .safetensors, .pth or .pt, or a directory."
 @argument("target", type=CHECKPOINT, help=_TARGET)
 @writing_options
 def delta_command(a: Path | str, b: Path | str, target: Path | str, **given: Any) -> None:
-    """Write what changed from one checkpoint to another; apply-delta restores the second, bit for bit.
+    """Write what changed from one checkpoint to another; apply-delta restores the second, bit for bit. Needs numpy.
 
     Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or
     argument is wrong.
@@ -45,7 +45,7 @@ def delta_command(a: Path | str, b: Path | str, target: Path | str, **given: Any
 @argument("target", type=CHECKPOINT, help=_TARGET)
 @writing_options
 def apply_delta_command(base: Path | str, delta: Path | str, target: Path | str, **given: Any) -> None:
-    """Write the second checkpoint from the first and their delta, bit for bit.
+    """Write the second checkpoint from the first and their delta, bit for bit. Needs numpy.
 
     Exit codes: 0 done; 1 a checkpoint is damaged, incomplete or unsafe, or the target cannot be written; 2 a path or
     argument is wrong, or the delta was made from another checkpoint.

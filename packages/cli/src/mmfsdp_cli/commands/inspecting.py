@@ -35,7 +35,7 @@ _VIEW = "What to show"
     help="Levels of --tree; 0 shows all.",
 )
 @option("--tensor", section=_VIEW, metavar="NAME", help="Show where the parts of one tensor are stored.")
-@flag("--stats", section=_VIEW, help="With --tensor: read it, and show its minimum, mean, norm...")
+@flag("--stats", section=_VIEW, help="With --tensor: read it, and show its minimum, mean, norm... Needs numpy.")
 @trust
 @shapes_from
 @limit

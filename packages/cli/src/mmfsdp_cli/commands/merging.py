@@ -38,7 +38,7 @@ __all__ = ["merge_lora_command"]
 def merge_lora_command(
     base: Path | str, adapter: Path, target: Path | str, prefix: str, component: str | None, **given: Any
 ) -> None:
-    """Merge a LoRA adapter into its base, in constant memory.
+    """Merge a LoRA adapter into its base, in constant memory. Needs numpy.
 
     Weights are computed in float64 and rounded once. The base may be sharded and of any format. DoRA and other variants
     are named and rejected.

@@ -90,7 +90,7 @@ _OPTIONS = (
         section=_WRITE,
         metavar="[PATTERN=]DTYPE",
         shell_complete=completing(_dtypes),
-        help="Cast floating point tensors, all or by name, to float32, bfloat16, float16...",
+        help="Cast floating point tensors, all or by name, to float32, bfloat16, float16... Needs numpy.",
     ),
     option(
         "--quantize",
@@ -98,7 +98,7 @@ _OPTIONS = (
         metavar="KIND",
         shell_complete=completing(lambda: ("fp8", "fp8_channel", "fp8_tensor", "q8_0", "none")),
         help="Write 8 bits per weight: fp8, fp8_channel or fp8_tensor as transformers and vLLM load them, q8_0 in a "
-        ".gguf file. none restores the weights.",
+        ".gguf file. none restores the weights. Needs numpy.",
     ),
     option("--max-shard-size", section=_WRITE, metavar="SIZE", help="Write safetensors files of up to, say, 5GB each."),
     ranks(_WRITE, "For dcp and local: number of ranks"),
