@@ -51,11 +51,11 @@ def test_inspect(checkpoint: Path) -> None:
 
 def test_inspect_json(checkpoint: Path) -> None:
     found = json.loads(invoke("inspect", checkpoint, "--json").stdout)
-    assert (found["format"], found["world_size"], found["num_tensors"], found["total_bytes"]) == ("torch_zip", 1, 3, 56)
-    head = {"name": "state_dict/head", "dtype": "bfloat16", "shape": [4], "chunks": 1, "bytes": 8}
+    assert (found["format"], found["world_size"], found["num_tensors"], found["bytes"]) == ("torch_zip", 1, 3, 56)
+    head = {"name": "state_dict/head", "dtype": "bfloat16", "shape": [4], "num_chunks": 1, "bytes": 8}
     assert found["tensors"][1] == head
-    assert found["content"]["optimizer"] == {"tensors": 1, "bytes": 24}
-    assert found["content"]["meta"] == {"values": 1, "names": ["epoch"]}
+    assert found["content"]["optimizer"] == {"num_tensors": 1, "bytes": 24}
+    assert found["content"]["meta"] == {"num_values": 1, "names": ["epoch"]}
 
 
 def test_inspect_one_tensor(checkpoint: Path) -> None:
@@ -72,7 +72,7 @@ def test_inspect_tree(checkpoint: Path) -> None:
     assert lines[2:5] == ["state_dict/ 2 tensors 32 B", "backbone.conv float32 2 × 3 24 B", "head bfloat16 4 8 B"]
     assert "... and " in run("inspect", checkpoint, "--tree", "--limit", 1).stdout
     tree = json.loads(run("inspect", checkpoint, "--tree", "--json").stdout)
-    assert (tree["tensors"], tree["bytes"]) == (3, 56)
+    assert (tree["num_tensors"], tree["bytes"]) == (3, 56)
 
 
 def test_a_wrong_path_is_one_line_without_traceback(checkpoint: Path) -> None:

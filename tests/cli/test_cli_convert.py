@@ -33,7 +33,7 @@ def test_convert(checkpoint: Path) -> None:
     result = invoke("convert", checkpoint, target, "--force", "--keep", "all", "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
-    assert (report["tensors"], report["dropped"]) == (3, ["optimizer/param_groups", "meta"])
+    assert (report["num_tensors"], report["dropped"]) == (3, ["optimizer/param_groups", "meta"])
 
 
 def test_to_says_the_format(checkpoint: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_memory_of_a_step() -> None:
         step = estimate_memory(truth, given)
         assert plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer)[1] == f"{truth}\n\n{step}\n"
         shown = json.loads(plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer, "--json")[1])
-        assert shown == {**truth.to_dict(), "memory": step.describe()}
+        assert shown == {"plan": truth.to_dict(), "plan_is_suggested": False, "memory": step.describe()}
 
 
 def test_settings_from_files(tmp_path: Path) -> None:
@@ -252,11 +252,13 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     searched = [json.loads(called("fit", *by_tokens, "--batch-dim", dim)[1]) for dim in (0, 1)]
     # 1 and 2 micro-batches of two samples, 1 to 8 of eight; twice if several.
     assert [one["considered"] for one in searched] == [3, 7]
-    assert searched[0]["room"] == round(0.8 * searched[0]["memory"])
+    assert searched[0]["room"] == round(0.8 * searched[0]["memory_bytes"])
     option = searched[0]["options"][0]
     assert option["tokens_per_second"] == pytest.approx(100 / option["seconds"])
     assert option["price_per_billion_tokens"] == pytest.approx(2 / 3600 * option["seconds"] / 100 * 1e9)
-    assert searched[0]["memory"] == searched[0]["device"]["memory"] == int(39.38 * (1 << 30))  # as torch reports it
+    assert (
+        searched[0]["memory_bytes"] == searched[0]["device"]["memory_bytes"] == int(39.38 * (1 << 30))
+    )  # as torch reports it
     assert searched[0]["device"]["name"] == "a100-40gb@roce-50"
     assert "Give their number" in called("fit", *words[:-4], "--ranks", "2x2", "--memory", "10MiB")[2]
 
@@ -292,9 +294,9 @@ def test_ranks_of_torchrun_measure_together() -> None:
     shown = json.loads("\n".join(without_gloo(done.stdout)))  # one rank prints
     found, own = shown["measured"], shown["rehearsal"]["peak"]["nbytes"]
     assert found["mesh"] == "2 ranks"
-    assert found["peak"] == {"predicted": own, "measured": pytest.approx(own, rel=0.2)}  # gloo keeps copies
-    assert found["seconds"]["measured"] > 0
-    assert found["seconds"]["predicted"] == shown["time"]["seconds"]
+    assert found["peak_bytes"] == {"predicted": own, "measured": pytest.approx(own, rel=0.2)}  # gloo keeps copies
+    assert found["step_seconds"]["measured"] > 0
+    assert found["step_seconds"]["predicted"] == shown["time"]["seconds"]
 
 
 @pytest.mark.sample("rehearse-batch0", "rehearse-batch1", "rehearse-batch2", "rehearse-batch3", "rehearse-batch4")

@@ -14,7 +14,7 @@ def test_a_proof() -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["proven"] is True
-    assert found["trained"]["ranks"] == [2, 2]  # the one process plays two
+    assert found["trained"]["world_sizes"] == [2, 2]  # the one process plays two
 
 
 def test_bad_ranks() -> None:

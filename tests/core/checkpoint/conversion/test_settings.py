@@ -104,7 +104,8 @@ def test_the_report_says_what_was_decided(source: Path) -> None:
         "keep": "all",
         "ranks": 1,
     }
-    assert set(content) == {field.name for field in dataclasses.fields(report)}
+    fields = {field.name for field in dataclasses.fields(report)}
+    assert set(content) == fields - {"tensors"} | {"num_tensors"}
     again = convert(source, source.with_name("out"), report.conversion)
     assert (again.tensors, again.files) == (report.tensors, report.files)
 

@@ -82,7 +82,7 @@ def test_names_shapes_dtypes_and_values(tmp_path: Path) -> None:
     said = json.loads(json.dumps(report.describe(), allow_nan=False))
     assert (said["same"], said["num_differing"], said["num_tensors"]) == (False, 5, 5)
     kept = save(tmp_path / "c.pth", s=torch.ones(2, 3).half(), t=torch.ones(4), u=torch.ones(1), v=torch.ones(4))
-    both = save(tmp_path / "d.pth", s=torch.ones(3, 2), t=torch.ones(4), u=torch.zeros(1))  # s in two ways, v is lacking
+    both = save(tmp_path / "d.pth", s=torch.ones(3, 2), t=torch.ones(4), u=torch.zeros(1))  # s differs twice
     report = diff(kept, both)
     assert (report.num_differing, report.num_tensors) == (3, 4)
 

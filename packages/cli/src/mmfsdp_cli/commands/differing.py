@@ -108,7 +108,7 @@ def diff_command(
     with reporting_errors():
         from mmfsdp.checkpoint import diff
 
-        with count_progress(quiet=as_json) as progress:
+        with count_progress(quiet=as_json, unit="elements") as progress:
             report = diff(
                 a,
                 b,

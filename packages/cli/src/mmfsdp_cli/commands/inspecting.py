@@ -179,13 +179,15 @@ def _lone_file(layout: Layout) -> str:
 def _summary(found: Mapping[str, Any]) -> str:
     from mmfsdp.basics import human_bytes
 
-    if "tensors" in found:
-        return f"{found['tensors']} tensor{'s' * (found['tensors'] != 1)}, {human_bytes(found['bytes'])}"
-    if "values" not in found:
+    if "num_tensors" in found:
+        return f"{found['num_tensors']} tensor{'s' * (found['num_tensors'] != 1)}, {human_bytes(found['bytes'])}"
+    if "num_values" not in found:
         return repr(found["value"])
     names = found.get("names", ())
-    more = ", ..." * (len(names) < found["values"])
-    return f"{found['values']} value{'s' * (found['values'] != 1)}" + (f": {', '.join(names)}{more}" if names else "")
+    more = ", ..." * (len(names) < found["num_values"])
+    return f"{found['num_values']} value{'s' * (found['num_values'] != 1)}" + (
+        f": {', '.join(names)}{more}" if names else ""
+    )
 
 
 def _shape(shape: tuple[int, ...]) -> str:

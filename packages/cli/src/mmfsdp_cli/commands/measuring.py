@@ -66,8 +66,7 @@ def measure_command(
             real = _measured(built, plan, training, device)
         if as_json:
             memory = memory_of(plan, known_optimizer(step.optimizer or (source and source.optimizer())))
-            shown = {**plan.to_dict(), "memory": memory.describe()}
-            shown |= {} if source is None else {"plan_is_suggested": suggested}
+            shown = {"plan": plan.to_dict(), "plan_is_suggested": suggested, "memory": memory.describe()}
             shown |= {"rehearsal": real.rehearsal.describe(), "time": real.predicted.describe()}
             click.echo(json.dumps({**shown, "measured": real.describe()}, indent=2))
             return

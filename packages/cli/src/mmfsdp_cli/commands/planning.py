@@ -73,10 +73,8 @@ def plan_command(
             difference = plan.diff(planned(built, ranks, settings_of(built, None, other, wanted)))
             say_lines(difference.splitlines() or ["The plans are the same."], limit)
         elif as_json:
-            about = {} if source is None else {"plan_is_suggested": suggested}
-            click.echo(
-                json.dumps({**plan.to_dict(), "memory": memory_of(plan, optimizer).describe(), **about}, indent=2)
-            )
+            shown = {"plan": plan.to_dict(), "plan_is_suggested": suggested}
+            click.echo(json.dumps({**shown, "memory": memory_of(plan, optimizer).describe()}, indent=2))
         elif chart:
             say_lines(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80).split("\n"), 0)
         else:

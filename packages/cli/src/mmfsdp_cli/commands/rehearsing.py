@@ -94,8 +94,7 @@ def rehearse_command(
             say_lines(plan.diff(second).splitlines() or ["The plans are the same."], limit)
         elif as_json:
             memory = memory_of(plan, known_optimizer(step.optimizer or (source and source.optimizer())))
-            shown = {**plan.to_dict(), "memory": memory.describe()}
-            shown |= {} if source is None else {"plan_is_suggested": suggested}
+            shown = {"plan": plan.to_dict(), "plan_is_suggested": suggested, "memory": memory.describe()}
             shown |= {"rehearsal": found.describe()} | ({} if time is None else {"time": time.describe()})
             click.echo(json.dumps(shown, indent=2))
         elif chart:

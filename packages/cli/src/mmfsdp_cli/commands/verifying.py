@@ -67,8 +67,9 @@ def verify_command(
                 say(f"... and {len(report.problems) - limit} more (--limit 0 shows all)", err=True)
             say_list("Not checked", [*report.unchecked], limit, colour="magenta")
             verdict = "ok" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) != 1)}"
+            tensors = f"{report.tensors} tensor{'s' * (report.tensors != 1)}"
             say(
-                f"{report.path}: {verdict} ({report.format or 'unknown format'}, {report.tensors} tensors, "
+                f"{report.path}: {verdict} ({report.format or 'unknown format'}, {tensors}, "
                 f"{human_bytes(report.bytes)} compared with checksums"
                 f"{', manifest' if report.manifest else ''}) in {report.seconds:.1f} s.",
                 colour="green" if report.ok else "red",

@@ -34,28 +34,30 @@ def byte_progress(quiet: bool) -> Iterator[Progress | None]:
 
 
 @contextmanager
-def count_progress(quiet: bool) -> Iterator[Progress | None]:
-    """Give a callback for things that are counted one by one; see ``byte_progress``."""
-    with _progress(quiet, str, rate=False) as progress:
+def count_progress(quiet: bool, unit: str) -> Iterator[Progress | None]:
+    """Give a callback for things that are counted one by one, such as ``elements``; see ``byte_progress``."""
+    with _progress(quiet, "{:,}".format, unit=f" {unit}") as progress:
         yield progress
 
 
 @contextmanager
-def _progress(quiet: bool, text: Callable[[int], str], *, rate: bool) -> Iterator[Progress | None]:
+def _progress(
+    quiet: bool, text: Callable[[int], str], *, unit: str = "", rate: bool = False
+) -> Iterator[Progress | None]:
     stream = sys.stderr
     if quiet or is_quiet() or stream is None:  # None: closed by the process that started this one
         yield None
     elif not stream.isatty():
-        yield _line_printer(stream, text)
+        yield _line_printer(stream, text, unit)
     else:
         try:
-            yield _bar(stream, text, rate)
+            yield _bar(stream, text, unit, rate)
         finally:
             stream.write("\r\x1b[K")
             stream.flush()
 
 
-def _bar(stream: TextIO, text: Callable[[int], str], rate: bool) -> Progress:
+def _bar(stream: TextIO, text: Callable[[int], str], unit: str, rate: bool) -> Progress:
     began = time.monotonic()
     drawn = 0.0
 
@@ -65,7 +67,7 @@ def _bar(stream: TextIO, text: Callable[[int], str], rate: bool) -> Progress:
         if now - drawn < _SECONDS_PER_BAR:
             return
         drawn = now
-        said = f" {100 * done // max(total, 1):3} %  {text(done)} of {text(total)}"
+        said = f" {100 * done // max(total, 1):3} %  {text(done)} of {text(total)}{unit}"
         if done and now - began >= 1:
             speed = done / (now - began)
             said += f"  {text(int(speed))}/s" if rate else ""
@@ -80,7 +82,7 @@ def _bar(stream: TextIO, text: Callable[[int], str], rate: bool) -> Progress:
     return show
 
 
-def _line_printer(stream: TextIO, text: Callable[[int], str]) -> Progress:
+def _line_printer(stream: TextIO, text: Callable[[int], str], unit: str) -> Progress:
     printed = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -88,7 +90,7 @@ def _line_printer(stream: TextIO, text: Callable[[int], str]) -> Progress:
         now = time.monotonic()
         if now - printed >= _SECONDS_PER_LINE:
             printed = now
-            print(f"{100 * done // max(total, 1)} %  {text(done)} of {text(total)}", file=stream)
+            print(f"{100 * done // max(total, 1)} %  {text(done)} of {text(total)}{unit}", file=stream)
 
     return show
 

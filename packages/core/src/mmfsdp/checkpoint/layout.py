@@ -82,14 +82,14 @@ class Layout:
     def content(self) -> dict[str, dict[str, Any]]:
         """Return what lies under each top-level key, as plain values; empty for a bare state dict.
 
-        ``{'tensors': 12, 'bytes': 4096}`` where there are tensors, ``{'values': 3, 'names': [...]}`` for a dict (the
-        first eight names), ``{'values': 3}`` for a list, ``{'value': 7}`` for anything else. Tensors without a key of
-        their own share an empty key.
+        ``{'num_tensors': 12, 'bytes': 4096}`` where there are tensors, ``{'num_values': 3, 'names': [...]}`` for a dict
+        (the first eight names), ``{'num_values': 3}`` for a list, ``{'value': 7}`` for anything else. Tensors without a
+        key of their own share an empty key.
         """
         if self.is_flat or not isinstance(self.tree, dict):
             return {}
         refs = [value for value in self.tree.values() if isinstance(value, TensorRef)]
-        lines = {"": {"tensors": len(refs), "bytes": sum(self.tensors[ref.name].nbytes for ref in refs)}}
+        lines = {"": {"num_tensors": len(refs), "bytes": sum(self.tensors[ref.name].nbytes for ref in refs)}}
         parts = {key: value for key, value in self.tree.items() if not isinstance(value, TensorRef)}
         return (lines if refs else {}) | {str(key): self._summary(str(key), value) for key, value in parts.items()}
 
@@ -100,7 +100,7 @@ class Layout:
                 "name": entry.name,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                "chunks": entry.num_chunks,
+                "num_chunks": entry.num_chunks,
                 "bytes": entry.nbytes,
             }
             for entry in self.tensors.values()
@@ -110,7 +110,7 @@ class Layout:
             "format": self.format,
             "world_size": self.world_size,
             "num_tensors": len(tensors),
-            "total_bytes": self.nbytes,
+            "bytes": self.nbytes,
             "content": self.content(),
             "tensors": tensors,
             "notes": list(self.notes),
@@ -118,11 +118,11 @@ class Layout:
 
     def _summary(self, key: str, value: Any) -> dict[str, Any]:
         if below := self.tensors_below(key):
-            return {"tensors": len(below), "bytes": sum(entry.nbytes for entry in below.values())}
+            return {"num_tensors": len(below), "bytes": sum(entry.nbytes for entry in below.values())}
         if isinstance(value, dict):
-            return {"values": len(value), "names": [str(name) for name in [*value][:8]]}
+            return {"num_values": len(value), "names": [str(name) for name in [*value][:8]]}
         if isinstance(value, list | tuple | set | frozenset):
-            return {"values": len(value)}
+            return {"num_values": len(value)}
         if value is None or isinstance(value, bool | int | float):
             return {"value": value}
         text = value if isinstance(value, str) else repr(value)

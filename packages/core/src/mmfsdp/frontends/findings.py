@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ class Finding:
     advice: str = ""
     """Lines of a config to write; empty if nothing needs to change."""
 
+    def describe(self) -> dict[str, Any]:
+        """Return plain values only; `path` is ``setting`` there, as paths are those of files elsewhere."""
+        return {
+            "level": self.level,
+            "setting": self.path,
+            "here": self.here,
+            "stock": self.stock,
+            "advice": self.advice,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -56,7 +66,7 @@ class Diagnosis:
         return {
             "config": self.path,
             "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.describe() for finding in self.findings],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "plan_is_suggested": self.suggested,
             "memory": None if self.memory is None else self.memory.describe(),

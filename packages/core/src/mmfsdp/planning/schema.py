@@ -24,19 +24,14 @@ class ShardPlan(PlanData):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the plan that `to_json` wrote.
-
-        The keys that ``mmfsdp-cli plan --json`` adds, such as ``memory``, are ignored.
+        """Return the plan that `to_json` wrote, or that is the ``plan`` of what ``mmfsdp-cli plan --json`` prints.
 
         Raises:
             PlanError: The text is not a plan as JSON, or was written by another version of the format.
         """
         try:
             given = json.loads(text)
-            if isinstance(given, dict):
-                for added in ("memory", "rehearsal", "plan_is_suggested"):
-                    given.pop(added, None)
-            return cls.model_validate(given)
+            return cls.model_validate(given.get("plan", given) if isinstance(given, dict) else given)
         except ValidationError as error:
             found = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in found["loc"])

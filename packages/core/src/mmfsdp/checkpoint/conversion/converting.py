@@ -71,9 +71,9 @@ class ConversionReport:
     """Wall time, the reading of metadata included."""
 
     def describe(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return plain values for JSON; `tensors` is ``num_tensors`` there."""
         content = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**content, "conversion": self.conversion.to_dict()}
+        return {"num_tensors": content.pop("tensors"), **content, "conversion": self.conversion.to_dict()}
 
 
 def convert(

@@ -140,7 +140,7 @@ class TreeNode:
 
     def describe(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        content: dict[str, Any] = {"name": self.name, "tensors": self.tensors, "bytes": self.nbytes}
+        content: dict[str, Any] = {"name": self.name, "num_tensors": self.tensors, "bytes": self.nbytes}
         if self.entry is not None:
             content |= {"tensor": self.entry.name, "dtype": self.entry.dtype, "shape": list(self.entry.shape)}
         if self.children:

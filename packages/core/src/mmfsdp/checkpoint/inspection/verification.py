@@ -76,8 +76,10 @@ class VerifyReport:
         return not self.problems
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``verify --json`` prints: plain values only."""
-        return {"ok": self.ok, **asdict(self)}
+        """Return what ``verify --json`` prints: plain values only; counts are ``num_tensors`` and ``checked_bytes``."""
+        content = asdict(self)
+        counts = {"num_tensors": content.pop("tensors"), "checked_bytes": content.pop("bytes")}
+        return {"ok": self.ok, **counts, **content}
 
 
 def verify(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class RecipeInfo:
     """Its file, to copy and change."""
 
     def describe(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+        """Return plain values for JSON; `values` are ``needs`` there."""
+        return {"name": self.name, "about": self.about, "needs": list(self.values), "path": self.path}
 
 
 def known_recipes() -> list[RecipeInfo]:

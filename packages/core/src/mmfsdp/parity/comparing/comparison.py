@@ -46,9 +46,9 @@ class Difference:
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
         before = None if self.equal_before is None else _plain(self.equal_before)
-        numbers = {"distance": self.distance, "limit": self.limit, "a": self.a, "b": self.b}
+        numbers = {"distance": self.distance, "limit": self.limit, "norm_a": self.a, "norm_b": self.b}
         shown = {name: _number(value) for name, value in numbers.items()}
-        return {**_plain(self.key), **shown, "why": self.why, "ranks": [*self.ranks], "equal_before": before}
+        return {**_plain(self.key), **shown, "why": self.why, "wrong_ranks": [*self.ranks], "equal_before": before}
 
     def __str__(self) -> str:
         if self.distance is None:
@@ -97,7 +97,7 @@ class Comparison:
         return {
             "a": self.a,
             "b": self.b,
-            "ranks": [*self.worlds],
+            "world_sizes": [*self.worlds],
             "same": self.same,
             "compared": len(self.compared),
             "differences": [difference.describe() for difference in self.differences],

@@ -58,7 +58,7 @@ class Proof:
             "versions": dict(self.versions),
             "evaluated": self.evaluated,
             "assumed": [*self.assumed],
-            "device": self.device,
+            "device_type": self.device,
             "against": self.against,
         }
 

@@ -131,8 +131,9 @@ class Fit:
         """Return plain values only."""
         faster = None if self.faster is None else {**self.faster.describe(), "reason": self.faster.reason()}
         smallest = None if self.smallest is None else {**self.smallest.describe(), "reason": self.smallest.reason()}
-        names = ("memory", "margin", "room", "ranks", "considered", "impossible", "rehearsed")
+        names = ("margin", "room", "ranks", "considered", "impossible", "rehearsed")
         return {
+            "memory_bytes": self.memory,
             **{name: getattr(self, name) for name in names},
             "device": self.device.describe(),
             "options": [option.describe() for option in self.options],

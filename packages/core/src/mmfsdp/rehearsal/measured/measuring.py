@@ -68,8 +68,8 @@ class Measured:
         return {
             "mesh": self.rehearsal.mesh,
             "rank": self.rehearsal.rank,
-            "seconds": {"predicted": self.predicted.seconds, "measured": self.seconds},
-            "peak": {"predicted": self.rehearsal.peak.nbytes, "measured": self.peak},
+            "step_seconds": {"predicted": self.predicted.seconds, "measured": self.seconds},
+            "peak_bytes": {"predicted": self.rehearsal.peak.nbytes, "measured": self.peak},
         }
 
     def __str__(self) -> str:

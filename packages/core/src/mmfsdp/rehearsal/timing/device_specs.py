@@ -89,7 +89,7 @@ class Device:
         return {
             "name": self.name,
             "type": self.type,
-            "memory": self.memory,
+            "memory_bytes": self.memory,
             "bandwidth": self.bandwidth,
             "capability": None if self.capability == UNKNOWN else list(self.capability),
             "links": asdict(self.links),

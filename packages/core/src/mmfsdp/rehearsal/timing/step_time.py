@@ -58,8 +58,10 @@ class StepTime:
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
         exposed = [{"unit": unit, "seconds": seconds} for unit, seconds in self.exposed.items()]
+        others = ("device", "exposed", "spent", "spans")
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("exposed", "spent", "spans")},
+            "device_name": self.device,
+            **{name: value for name, value in vars(self).items() if name not in others},
             "spent": dict(self.spent),
             "exposed": exposed,
             "spans": [asdict(span) for span in self.spans],
