@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -11,13 +12,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 from click.testing import CliRunner, Result
+from tools.cli_reference import FIELDS, JSON
 
 from mmfsdp_cli.main import app
 
-__all__ = ["ALONE", "damaged", "golden", "invoke", "read_safetensors", "rewritten", "run", "write_safetensors"]
+__all__ = [
+    "ALONE",
+    "damaged",
+    "fields_of",
+    "golden",
+    "invoke",
+    "read_safetensors",
+    "rewritten",
+    "run",
+    "write_safetensors",
+]
 
 ALONE = (
     "import atexit, os, sys\n"
@@ -39,6 +52,44 @@ def invoke(*words: object) -> Result:
     """Run the command line in this process, stdout and stderr apart."""
     apart = {"mix_stderr": False} if tuple(map(int, _version())) < (8, 2) else {}
     return CliRunner(**apart).invoke(app, [*map(str, words)])  # type: ignore[arg-type]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "text": (str,),
+    "boolean": (bool,),
+    "list": (list,),
+    "object": (dict,),
+}
+
+
+def fields_of(command: str, printed: str) -> Any:
+    """Return what a command printed with ``--json``, which has the fields that docs/reference/cli.md gives it."""
+    content = json.loads(printed)
+    expected = JSON[command].split()
+    least = {field for field in expected if not field.endswith("?")}
+    most = {field.rstrip("?") for field in expected}
+    for item in content if isinstance(content, list) else [content]:
+        assert least <= {*item} <= most, ({*item} - most, least - {*item})
+        for field, value in item.items():
+            _check_field(field, value)
+    return content
+
+
+def _check_field(field: str, value: Any) -> None:
+    kind, meaning = FIELDS[field]
+    if value is None:
+        assert re.search(r"\bnull\b", meaning), field
+        return
+    assert isinstance(value, _TYPES[kind]), field
+    assert kind == "boolean" or not isinstance(value, bool), field
+    # What is said to lie below: all of it, if nothing else is said.
+    below = value if kind == "object" else value[0] if kind == "list" and value else None
+    named = {*re.findall(r"`(\w+)`", meaning)}
+    if isinstance(below, dict) and field != "content" and named:
+        is_all = re.fullmatch(r"[^`]*: (`\w+`, )*`\w+`\.", meaning)
+        assert named == {*below} if is_all else named <= {*below}, (field, named ^ {*below})
 
 
 def golden(name: str, folder: Path) -> Path:

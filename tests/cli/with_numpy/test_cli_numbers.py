@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.cli.support import damaged, golden, read_safetensors, run, write_safetensors
+from tests.cli.support import damaged, fields_of, golden, read_safetensors, run, write_safetensors
 
 
 @pytest.fixture
@@ -42,7 +42,8 @@ def test_statistics(checkpoint: Path) -> None:
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     assert ["max", "5"] in lines
     assert ["mean", "2.5"] in lines
-    assert json.loads(run("inspect", checkpoint, "--tensor", "head", "--stats", "--json").stdout)["zeros"] == 4
+    printed = run("inspect", checkpoint, "--tensor", "head", "--stats", "--json").stdout
+    assert fields_of("inspect --tensor --stats", printed)["zeros"] == 4
 
 
 def test_how_much_differs(checkpoint: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.support import invoke, run
+from tests.cli.support import fields_of, invoke, run
 
 import mmfsdp
 
@@ -51,7 +50,8 @@ def test_it_needs_no_torch(runs: tuple[Path, Path], tmp_path: Path) -> None:
 def test_json(runs: tuple[Path, Path]) -> None:
     result = invoke("compare", *runs, "--json")
     assert result.exit_code == 1
-    assert [item["kind"] for item in json.loads(result.output)["differences"]][:3] == ["setting", "setting", "update"]
+    kinds = [item["kind"] for item in fields_of("compare", result.output)["differences"]]
+    assert kinds[:3] == ["setting", "setting", "update"]
 
 
 def test_no_record(tmp_path: Path) -> None:

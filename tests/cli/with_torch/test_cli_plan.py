@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.support import invoke
+from tests.cli.support import fields_of, invoke
 from tests.console_blocks import without_gloo
 from tests.forked_scripts import environ_with_commands
 from torch import nn
@@ -86,7 +86,7 @@ def test_the_memory_of_a_step() -> None:
     for optimizer, given in (("AdamW", "adamw"), ("3", 3)):
         step = estimate_memory(truth, given)
         assert plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer)[1] == f"{truth}\n\n{step}\n"
-        shown = json.loads(plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer, "--json")[1])
+        shown = fields_of("plan", plan(*BLOCKS, "--ranks", 2, "--optimizer", optimizer, "--json")[1])
         assert shown == {"plan": truth.to_dict(), "plan_is_suggested": False, "memory": step.describe()}
 
 
@@ -178,7 +178,8 @@ def test_a_batch_rehearses_a_step() -> None:
 def test_a_batch_is_rehearsed_with_the_optimizer_of_the_plan(tmp_path: Path) -> None:
     settings = wrapped(optimizer={"lr": 0.02})
     (path := tmp_path / "muon.json").write_text(json.dumps(settings))
-    shown = json.loads(rehearse(*BLOCKS, "--ranks", 2, "--batch", "6x4", "--config", path, "--json")[1])
+    words = (*BLOCKS, "--ranks", 2, "--batch", "6x4", "--config", path, "--device", "h100", "--json")
+    shown = fields_of("rehearse", rehearse(*words)[1])
     step = mmfsdp.rehearse(settings, build(), torch.empty(6, 4, device="meta"), mesh=2)
     assert shown["rehearsal"]["static"] == dict(step.static)
     adamw = mmfsdp.rehearse(settings, build(), torch.empty(6, 4, device="meta"), mesh=2, optimizer="adamw")
@@ -249,7 +250,7 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     assert "Give the shapes of a batch" in called("fit", "--memory", "10MiB")[2]
     by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--device", "a100-40gb@roce-50", "--json")
     by_tokens += ("--margin", 0.2, "--price", 2, "--tokens", 100)
-    searched = [json.loads(called("fit", *by_tokens, "--batch-dim", dim)[1]) for dim in (0, 1)]
+    searched = [fields_of("fit", called("fit", *by_tokens, "--batch-dim", dim)[1]) for dim in (0, 1)]
     # 1 and 2 micro-batches of two samples, 1 to 8 of eight; twice if several.
     assert [one["considered"] for one in searched] == [3, 7]
     assert searched[0]["room"] == round(0.8 * searched[0]["memory_bytes"])
@@ -291,7 +292,7 @@ def test_ranks_of_torchrun_measure_together() -> None:
     environ = {**environ_with_commands(), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
-    shown = json.loads("\n".join(without_gloo(done.stdout)))  # one rank prints
+    shown = fields_of("measure", "\n".join(without_gloo(done.stdout)))  # one rank prints
     found, own = shown["measured"], shown["rehearsal"]["peak"]["nbytes"]
     assert found["mesh"] == "2 ranks"
     assert found["peak_bytes"] == {"predicted": own, "measured": pytest.approx(own, rel=0.2)}  # gloo keeps copies

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from tests.cli.support import invoke
+from tests.cli.support import fields_of, invoke
 
 LINEAR = ["torch.nn:Linear", "--model-arg", "in_features=6", "--model-arg", "out_features=4"]
 
@@ -12,7 +10,7 @@ LINEAR = ["torch.nn:Linear", "--model-arg", "in_features=6", "--model-arg", "out
 def test_a_proof() -> None:
     result = invoke("prove", *LINEAR, "--batch", "4x6", "--steps", "1", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = fields_of("prove", result.output)
     assert found["proven"] is True
     assert found["trained"]["world_sizes"] == [2, 2]  # the one process plays two
 
