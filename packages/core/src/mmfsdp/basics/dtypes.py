@@ -156,7 +156,7 @@ def torch_name(dtype: object) -> str:
 
 
 def to_torch(dtype: object) -> Any:
-    """Return the ``torch.dtype``; imports torch.
+    """Return the ``torch.dtype`` of a name; imports torch.
 
     Raises:
         ConfigError: No such dtype exists, or the installed torch does not have it.

@@ -17,7 +17,7 @@ _PARTS = re.compile(r"[^./_-]+[./_-]*\s*|[./_-]+\s*|\s+")  # pieces of a word th
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
+    """A column of a table of `format_table`."""
 
     title: str
     right: bool = False

@@ -20,7 +20,7 @@ _Mode = Annotated[Literal["full", "every_n", "selective", "ops"], BeforeValidato
 
 
 class ActivationCheckpointingConfig(ConfigModel):
-    """Activation checkpointing: recompute activations in backward, which saves their memory."""
+    """Section ``activation_checkpointing``: recompute activations in backward, which saves their memory."""
 
     if TYPE_CHECKING:
 

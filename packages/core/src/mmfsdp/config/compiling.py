@@ -13,7 +13,7 @@ __all__ = ["Compile", "CompileConfig"]
 
 
 class CompileConfig(ConfigModel):
-    """Compilation: each shard unit below the root is compiled in place, as ``module.compile()`` does."""
+    """Section ``compile``: each shard unit below the root is compiled in place, as ``module.compile()`` does."""
 
     fullgraph: bool = False
     """Raise where torch cannot compile a unit into one graph, instead of running that part eagerly."""

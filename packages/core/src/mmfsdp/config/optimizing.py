@@ -25,7 +25,7 @@ def _auto_or_patterns(value: Any) -> Any:
 
 
 class AdamWConfig(ConfigModel):
-    """``torch.optim.AdamW`` for all parameters that Muon does not update."""
+    """Section ``optimizer.adamw``: ``torch.optim.AdamW`` for all parameters that Muon does not update."""
 
     if TYPE_CHECKING:
 
@@ -38,7 +38,7 @@ class AdamWConfig(ConfigModel):
 
 
 class OptimizerConfig(ConfigModel):
-    """Which optimizer updates each parameter: Muon the matrices of hidden layers, AdamW all others.
+    """Section ``optimizer``: Muon updates the matrices of hidden layers, AdamW all other parameters.
 
     ``lr`` to ``adjust_lr_fn`` have the names and defaults of ``torch.optim.Muon``.
     """

@@ -56,7 +56,7 @@ _Preset = Annotated[
 
 
 class PrecisionOverride(ConfigModel):
-    """Dtypes for the shard units whose module matches, in place of the model-wide ones."""
+    """An entry of ``precision.overrides``: dtypes of the shard units whose module matches, in place of the others."""
 
     if TYPE_CHECKING:
 
@@ -71,7 +71,7 @@ class PrecisionOverride(ConfigModel):
 
 
 class PrecisionConfig(ConfigModel):
-    """Mixed precision. A bare preset name may stand for the whole: ``precision: bf16``."""
+    """Section ``precision``: the dtypes of mixed precision, or a bare preset name, as in ``precision: bf16``."""
 
     if TYPE_CHECKING:
 

@@ -51,7 +51,7 @@ def _reshard(value: Any) -> Any:
 
 
 class ShardingConfig(ConfigModel):
-    """How parameters are sharded over ranks."""
+    """Section ``sharding``: how parameters are sharded over ranks."""
 
     if TYPE_CHECKING:
 
@@ -81,7 +81,7 @@ class ShardingConfig(ConfigModel):
 
 
 class CpuOffloadConfig(ConfigModel):
-    """Keep shards, gradients and optimizer states in CPU memory."""
+    """Section ``cpu_offload``: keep shards, gradients and optimizer states in CPU memory."""
 
     enabled: bool = False
     pin_memory: bool = True
@@ -89,7 +89,7 @@ class CpuOffloadConfig(ConfigModel):
 
 
 class PrefetchConfig(ConfigModel):
-    """When the next unit's parameters are gathered."""
+    """Section ``prefetch``: when the next unit's parameters are gathered."""
 
     if TYPE_CHECKING:
 
@@ -102,7 +102,7 @@ class PrefetchConfig(ConfigModel):
 
 
 class InitConfig(ConfigModel):
-    """How weights are initialised."""
+    """Section ``init``: how weights are initialised."""
 
     sync_states: bool = True
     """Broadcast parameters and buffers from rank 0: ranks with different weights silently train garbage."""

@@ -16,7 +16,7 @@ _MOST_VALUES = 1_000_000
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings in a file, by name.
+    """Return the settings in a JSON, TOML or YAML file, by name.
 
     Args:
         path: A ``.json``, ``.toml``, ``.yaml`` or ``.yml`` file. YAML needs PyYAML.

@@ -34,19 +34,19 @@ __all__ = [
 
 
 class AutoWrap(ConfigModel):
-    """Repeated blocks, or blocks that the model declares, become units; so do large embeddings and heads."""
+    """Policy ``auto``: repeated or declared blocks of the model become units; so do large embeddings and heads."""
 
     kind: Literal["auto"] = "auto"
 
 
 class NoWrap(ConfigModel):
-    """The whole model is one shard unit: fewest communication calls, most memory."""
+    """Policy ``none``: the whole model is one shard unit: fewest communication calls, most memory."""
 
     kind: Literal["none"] = "none"
 
 
 class SizeWrap(ConfigModel):
-    """Bottom-up, a module becomes a unit once it holds enough parameters that no unit below it has.
+    """Policy ``size``: bottom-up, a module becomes a unit once it holds enough parameters that no unit below it has.
 
     It follows the rule of ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
@@ -65,7 +65,7 @@ class SizeWrap(ConfigModel):
 
 
 class ModuleClassWrap(ConfigModel):
-    """Every instance of the named classes becomes a unit, subclasses included."""
+    """Policy ``module_class``: every instance of the named classes becomes a unit, subclasses included."""
 
     if TYPE_CHECKING:
 
@@ -77,7 +77,7 @@ class ModuleClassWrap(ConfigModel):
 
 
 class ModuleNameWrap(ConfigModel):
-    """Every module whose FQN matches becomes a unit."""
+    """Policy ``module_name``: every module whose FQN matches becomes a unit."""
 
     if TYPE_CHECKING:
 
@@ -89,7 +89,7 @@ class ModuleNameWrap(ConfigModel):
 
 
 class ReferenceWrap(ConfigModel):
-    """A policy function, given by its import path, with any signature that a version of torch accepts."""
+    """Policy ``reference``: a function, given by its import path, with any signature that torch accepts."""
 
     if TYPE_CHECKING:
 
@@ -102,7 +102,7 @@ class ReferenceWrap(ConfigModel):
 
 
 class AnyOf(ConfigModel):
-    """A module becomes a unit if any of the policies selects it."""
+    """Policy ``any_of``: a module becomes a unit if any of the policies selects it."""
 
     if TYPE_CHECKING:
 
@@ -113,7 +113,7 @@ class AnyOf(ConfigModel):
 
 
 class AllOf(ConfigModel):
-    """A module becomes a unit if all of the policies select it."""
+    """Policy ``all_of``: a module becomes a unit if all of the policies select it."""
 
     if TYPE_CHECKING:
 
@@ -155,6 +155,7 @@ Wrap = Annotated[
     BeforeValidator(_shorthand, json_schema_input_type=_Kinds | str | list[str] | None),
     Accepted("AnyWrap"),
 ]
+"""Type of the section ``wrap``: any of these policies."""
 """Any of the policies above, told apart by ``kind``. A bare kind stands for the policy with its defaults: ``'auto'``,
 ``'none'``, ``'size'``; another word is the name of a class, and a list has several; None is `NoWrap`."""
 

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 __all__ = ["LEVELS", "Diagnosis", "Finding", "Level"]
 
 Level = Literal["ok", "changed", "warning", "error"]
+"""Type of the level of a finding."""
 LEVELS: tuple[Level, ...] = ("error", "warning", "changed", "ok")
-"""From the most severe: ``error`` cannot run, ``warning`` is probably not intended, ``changed`` works, but
+"""The levels from the most severe: ``error`` cannot run, ``warning`` is probably not intended, ``changed`` works, but
 differently from the framework's own classes, ``ok`` works as before."""
 
 
@@ -43,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All findings about a config."""
+    """All findings about a config: what ``mmfsdp-cli doctor`` prints."""
 
     path: str
     """The config's file."""

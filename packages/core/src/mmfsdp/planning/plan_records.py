@@ -58,7 +58,7 @@ class MeshSpec(Record):
 
 
 class ParamEntry(Record):
-    """One parameter."""
+    """One parameter of a plan."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class ParamEntry(Record):
 
 
 class BufferEntry(Record):
-    """One buffer; it is held whole on every rank."""
+    """One buffer of a plan; it is held whole on every rank."""
 
     fqn: str
     shape: tuple[int, ...]

@@ -45,7 +45,7 @@ each has its ``own``, which only counts by itself.
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The identity of a tensor in a record."""
+    """The identity of a tensor in a record: its step, kind, name and call."""
 
     step: int
     kind: str

@@ -60,7 +60,7 @@ def automatic_units(root: nn.Module, ignored: Collection[int] = ()) -> dict[int,
 
 
 def repeated_classes(model: nn.Module) -> list[str]:
-    """Return the names of the block classes that `automatic_units` finds, the one with most parameters first.
+    """Return the names of the classes of blocks that a model repeats, the one with most parameters first.
 
     Args:
         model: A model on any device.

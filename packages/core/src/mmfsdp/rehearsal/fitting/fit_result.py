@@ -100,7 +100,7 @@ class FitOption:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a search."""
+    """The result of `fit`: the settings that fit, and why faster ones do not."""
 
     memory: int
     """Bytes of the device."""

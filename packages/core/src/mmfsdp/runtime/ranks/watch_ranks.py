@@ -38,7 +38,7 @@ _log = logging.getLogger("mmfsdp.runtime")
 
 
 class watch_ranks:  # noqa: N801 - a context, as a function is
-    """Watches all ranks of a model while they train. Entering it is collective: every rank of the model's mesh.
+    """Watches all ranks of a model while they train, and names those that stop. Entering it is collective: every rank.
 
     If a rank holds up the others for ``stall_seconds``, every rank that still runs prints which one it is, its host,
     step, shard unit or collective and stack, and its own stacks, and ends with exit code 75, so that the launcher

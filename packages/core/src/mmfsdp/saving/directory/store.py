@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Store:
-    """A directory in a store; see `Directory`.
+    """A directory of checkpoints in a store such as S3; see `Directory`.
 
     A file appears there whole. Nothing can be locked, or renamed in one step.
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def resume_newest(candidates: Iterable[tuple[str, Callable[[], T]]], tell: Callable[[str], object]) -> T | None:
-    """Load the first checkpoint that is not damaged. Collective: every rank.
+    """Load the newest checkpoint that is not damaged. Collective: every rank.
 
     Args:
         candidates: The checkpoints, the newest first, the same on every rank: what a message calls it, and what loads

@@ -18,7 +18,7 @@ _OLD = struct.Struct("<625I?d624Iqqd")  # Python's state, and NumPy's; torch's a
 
 
 def random_state(device_type: str | None = None) -> bytes:
-    """Return the states of all generators of this process, as JSON. Not collective.
+    """Return the states of all random number generators of this process, as JSON. Not collective.
 
     NumPy's global generator is included if the process has imported NumPy.
 
@@ -36,7 +36,7 @@ def random_state(device_type: str | None = None) -> bytes:
 
 
 def restore_random_state(packed: bytes, device_type: str | None = None) -> None:
-    """Set the generators of this process. Not collective.
+    """Set the random number generators of this process to such states. Not collective.
 
     Args:
         packed: What `random_state` returned, or what earlier versions of the MMEngine adapter stored.

@@ -47,7 +47,7 @@ def rows_of_ranks(own: bytes, mesh: DeviceMesh, scope: Scope, *, whole: bool) ->
 
 
 def load_row(rows: LazyTensor | torch.Tensor, scope: Scope, *, has_head: bool = True) -> bytes:
-    """Return the bytes of this rank; it reads no other row. Collective: every rank.
+    """Return the bytes of this rank from what `rows_of_ranks` saved; it reads no other row. Collective: every rank.
 
     Args:
         rows: What `rows_of_ranks` returned, as a checkpoint holds it: one row for each rank of the scope.

@@ -12,7 +12,6 @@ from mmfsdp.errors import ConfigError, closest
 
 __all__ = ["DEFAULT_SAVE_OPS", "check_operator", "resolve_operators"]
 
-# The operators whose results mode 'ops' keeps by default. Names that the installed torch lacks are skipped.
 DEFAULT_SAVE_OPS: tuple[str, ...] = (
     "aten.mm",
     "aten.addmm",
@@ -34,6 +33,7 @@ DEFAULT_SAVE_OPS: tuple[str, ...] = (
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.reduce_scatter_tensor_coalesced",
 )
+"""The operators whose results mode ``ops`` keeps by default. Names that the installed torch lacks are skipped."""
 
 
 def check_operator(name: str) -> None:
