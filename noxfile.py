@@ -85,14 +85,15 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def core_alone(session: nox.Session) -> None:
-    """Install core with torch, without MMEngine and the CLI: its tests pass."""
+    """Install core with torch, without MMEngine and the CLI: its tests pass, and README's example with transformers."""
     install(session, CORE_WITH_TORCH, *TEST_TOOLS)
     expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "click")
     expect_absent(session, *TEST_TRUTHS)
     session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
-    session.run("python", "-m", "pytest", "tests/test_docs.py", "-k", "blocks_run and README")
     install(session, *TEST_TRUTHS)
     session.run("python", "-m", "pytest", "tests/core", *session.posargs)
+    install(session, "transformers>=5")
+    session.run("python", "-m", "pytest", "tests/test_docs.py", "-k", "blocks_run and README")
 
 
 @nox.session(default=False)
