@@ -43,7 +43,7 @@ LONG = {
         "docs/howto/recipes.md",
         "docs/explanation/rehearsal.md",
     ),
-    *("docs/explanation/rehearsal_time.md", "docs/explanation/why.md"),
+    "docs/explanation/rehearsal_time.md",
 }
 
 # A terminal wide enough that help is neither wrapped nor cut, without colours.
