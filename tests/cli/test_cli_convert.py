@@ -117,7 +117,7 @@ def test_errors_name_options_and_no_python(checkpoint: Path, words: list[str], s
 def test_a_size_needs_a_unit(checkpoint: Path) -> None:
     result = invoke("convert", checkpoint, checkpoint.with_name("out"), "--max-shard-size", "30")
     assert result.exit_code == 2
-    assert "30MB" in result.stderr
+    assert "30MiB" in result.stderr
 
 
 def test_publish(checkpoint: Path) -> None:

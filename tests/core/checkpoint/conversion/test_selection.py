@@ -103,7 +103,7 @@ def test_choosing_among_everything(source: Path) -> None:
         ({"keep": "all", "publish": True}, r"'publish' writes the weights; it cannot be combined with 'keep' 'all'"),
         ({"max_shard_size": "5GB"}, r"'out\.pth' has the suffix of a file\. Leave out the suffix"),
         ({"max_shard_size": "5 apples"}, r"Conversion\.max_shard_size: '5 apples' is not a size"),
-        ({"max_shard_size": "30"}, r"'30' has no unit, and sizes need one\. Write '30MB' or '30GB'"),
+        ({"max_shard_size": "30"}, r"'30' has no unit, and sizes need one\. Write '30MiB' or '30GiB'"),
         ({"keep_only": "model"}, r"Conversion\.keep_only: unknown setting 'keep_only'\. Did you mean 'keep'\?"),
         ({"jobs": 0}, r"Conversion\.jobs: Input should be greater than or equal to 1, got 0"),
         ({"drop": ["optimizer"], "keep": "model"}, r"'drop' leaves keys out of everything; it cannot be combined"),

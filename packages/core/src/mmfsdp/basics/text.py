@@ -125,9 +125,9 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match and not match[2]:
         raise ConfigError(
-            f"{size!r} has no unit, and sizes need one. Write {match[1] + 'MB'!r} or {match[1] + 'GB'!r}."
+            f"{size!r} has no unit, and sizes need one. Write {match[1] + 'MiB'!r} or {match[1] + 'GiB'!r}."
         )
     value = int(float(match[1]) * units.get(match[2].upper(), 0)) if match else size
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"{size!r} is not a size. Write text such as '5GB', '500MB' or '2GiB'.")
+        raise ConfigError(f"{size!r} is not a size. Write text such as '2GiB', '500MiB' or '5GB'.")
     return value
