@@ -101,8 +101,8 @@ FIELDS = {
     ),
     "memory": (
         _OBJECT,
-        "Bytes of a step without activations: `rank`, `parameters`, `buffers`, `gradients`, `optimizer`, "
-        "`optimizer_state`, `gathered`, `reducing`, `on_cpu`, `total`.",
+        "Bytes of a step without activations, null without a plan: `rank`, `parameters`, `buffers`, `gradients`, "
+        "`optimizer`, `optimizer_state`, `gathered`, `reducing`, `on_cpu`, `total`.",
     ),
     "memory_bytes": (_NUMBER, "Bytes of memory of the device."),
     "min": (_SHARE, "Smallest element; null if there is none."),
