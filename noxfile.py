@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -211,31 +212,86 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build wheels and sdists into dist/, and import each package from its wheel, outside the repository."""
-    session.install("build")
+    """Build wheels and sdists into dist/: each wheel from its sdist."""
+    session.install(*BUILD_TOOLS)
+    build_packages(session, ROOT, ROOT / "dist")
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build what a release needs, and check it; ``-- 0.1.0`` for a tag. The current environment builds the site.
+
+    It compares with a build of the last commit, reads metadata and licences, follows all links, and installs the
+    wheels into fresh environments: there run the commands of README.md, and tests from the sdists.
+    """
+    session.install(*BUILD_TOOLS, "twine>=6.1")
     dist = ROOT / "dist"
-    for old in [*dist.glob("mmfsdp*.whl"), *dist.glob("mmfsdp*.tar.gz")]:
+    build_packages(session, ROOT, dist)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        session.run("git", "clone", "-q", str(ROOT), str(work / "clone"), external=True)
+        build_packages(session, work / "clone", work / "again")
+        for path in (work / "again").iterdir():
+            if path.read_bytes() != (dist / path.name).read_bytes():
+                session.error(f"Building the last commit gives another {path.name}. Is something not committed?")
+        session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted((work / "again").iterdir())))
+        session.run("python", "-m", "tools.release", str(dist), *session.posargs)
+        docs(session)
+        session.run("python", "-m", "tools.links", "docs/_build/html")
+        check_wheels(session, dist, work)
+
+
+def check_wheels(session: nox.Session, dist: Path, work: Path) -> None:
+    """Install the wheels into fresh environments, and run there what users run, and tests from the sdists."""
+    version = next(dist.glob("mmfsdp-*.whl")).name.split("-")[1]
+    wheels = ("--find-links", str(dist), *CONSTRAINTS)
+
+    def environment(name: str, *requirements: str) -> str:
+        session.run("python", "-m", "venv", str(work / name))
+        python = str(work / name / "bin" / "python")
+        ours = [item.replace("~", f"=={version}") for item in requirements]
+        session.run(python, "-m", "pip", "install", "-q", *ours, *wheels, external=True)
+        return python
+
+    def run_tests_of(python: str, name: str, *tests: str) -> None:
+        shutil.unpack_archive(dist / f"{name}-{version}.tar.gz", work / "sdists", filter="data")
+        with session.chdir(work / "sdists" / f"{name}-{version}"):
+            session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, external=True)
+
+    alone = environment("cli", "mmfsdp-cli~", *TEST_TOOLS)
+    with session.chdir(work):
+        session.run(alone, "-c", ABSENT, "torch", "numpy", "mmengine", "mmfsdp_mmengine", external=True)
+        session.run(alone, "-m", "mmfsdp_cli", "--help", external=True, silent=True)
+    run_tests_of(alone, "mmfsdp_cli", "tests/cli/test_cli_convert.py")
+    every = environment(
+        "all", "mmfsdp[torch]~", "mmfsdp-mmengine[mmengine]~", "mmfsdp-cli~", "transformers", *TEST_TOOLS
+    )
+    session.run(every, "-c", INSTALLED, external=True)
+    chosen = ("tests/test_docs.py", "-k", "blocks_run and README")
+    session.run(every, "-m", "pytest", "-q", *chosen, external=True)
+    run_tests_of(every, "mmfsdp", "tests/core/checkpoint/conversion/test_roundtrip.py", "tests/core/planning")
+    run_tests_of(every, "mmfsdp_mmengine", "tests/mmengine_adapter/test_training.py")
+
+
+def build_packages(session: nox.Session, root: Path, dist: Path) -> None:
+    """Build the wheel and the sdist of each package into an empty folder."""
+    for old in dist.glob("mmfsdp*"):
         old.unlink()
     for package in (CORE, ADAPTER, CLI):
-        session.run("python", "-m", "build", "--outdir", str(dist), package, silent=True)
-    found = sorted(path.name for path in dist.iterdir() if path.name.startswith("mmfsdp"))
-    if len(found) != 6:
-        session.error(f"Expected three wheels and three sdists, got {found}.")
-    # The pinned dependencies between the three resolve to the wheels just built, one package at a time.
-    wheels = ("--find-links", str(dist), *CONSTRAINTS)
-    session.install("mmfsdp==0.1.0", *wheels)
-    with session.chdir(tempfile.gettempdir()):
-        session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint")
-        expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli")
-        session.install("mmfsdp-cli==0.1.0", *wheels)
-        session.run("mmfsdp-cli", "--help", silent=True)
-        expect_absent(session, "mmengine", "mmfsdp_mmengine")
-        session.install("mmfsdp-mmengine==0.1.0", *wheels)
-        expect_absent(session, "mmengine")
-        session.run("python", "-c", "import mmfsdp_mmengine", success_codes=[1], silent=True)  # says what to install
-        session.install("mmfsdp-mmengine[mmengine]==0.1.0", *wheels)
-        session.run("python", "-c", "import mmfsdp_mmengine")
+        words = ("--no-isolation", "--outdir", str(dist), str(root / package))
+        session.run("python", "-m", "build", *words, silent=True)
 
+
+BUILD_TOOLS = ("build>=1.2", "hatchling>=1.27")
+ABSENT = (
+    "import importlib.util, sys; found = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]; "
+    "sys.exit(f'should not be installed: {found}' if found else 0)"
+)
+INSTALLED = (
+    "import mmfsdp, mmfsdp_cli, mmfsdp_mmengine, sys; "
+    "found = [module.__file__ for module in (mmfsdp, mmfsdp_cli, mmfsdp_mmengine)]; "
+    "sys.exit(0 if all(path.startswith(sys.prefix) for path in found) else f'not those of the wheels: {found}')"
+)
 
 # Measures what `pip install mmfsdp-cli` takes, without the tools that a virtual environment begins with.
 EXPECT_SMALL = """
@@ -267,10 +323,4 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 def expect_absent(session: nox.Session, *modules: str) -> None:
     """Fail if one of the modules can be found in the session's environment."""
-    session.run(
-        "python",
-        "-c",
-        "import importlib.util, sys; found = [m for m in sys.argv[1:] if importlib.util.find_spec(m)]; "
-        "sys.exit(f'should not be installed: {found}' if found else 0)",
-        *modules,
-    )
+    session.run("python", "-c", ABSENT, *modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,7 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from sphinx.addnodes import pending_xref
 
+from mmfsdp.basics.installing import REPOSITORY
+
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from tools.llms_txt import llms_txt  # noqa: E402
 
 project = "mmfsdp"
 author = "mmfsdp developers"
@@ -45,6 +50,9 @@ html_theme = "furo"
 html_title = f"mmfsdp {release}"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]  # tables use the width that the window has
+html_js_files = [("versions.js", {"defer": "defer"})]
+if REPOSITORY != "URL":  # then each page has a link to its file
+    html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 python_maximum_signature_line_length = 100
 
 
@@ -95,7 +103,14 @@ def unlink_builtins(app: Any, doctree: Any) -> None:
             reference.replace_self(reference.children)
 
 
+def write_llms_txt(app: Any, error: Exception | None) -> None:
+    """Write the list of pages for programs: Sphinx calls this after the last page."""
+    if error is None and app.builder.format == "html":
+        (Path(app.outdir) / "llms.txt").write_text(llms_txt(HERE), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
+    app.connect("build-finished", write_llms_txt)
     app.connect("autodoc-process-signature", shorten)
     app.connect("doctree-read", unlink_builtins)
     app.connect("html-page-context", break_names)

@@ -554,7 +554,8 @@ class TestPackaging:
         assert unpinned == [  # tools that know nothing of torch
             'session.install("pyright[nodejs]>=1.1.400")  # with a node of its own',
             'session.install("setuptools>=77,<81", "wheel", "cython", "packaging", "numpy")',
-            'session.install("build")',
+            "session.install(*BUILD_TOOLS)",
+            'session.install(*BUILD_TOOLS, "twine>=6.1")',
         ]
 
 

@@ -94,7 +94,7 @@ def page() -> str:
         "## Releases\n",
         _table(("torch", "command"), [(release, f"`nox -s 'compat({release})'`") for release in _releases()]),
         f"Python {', '.join(_pythons())}; "
-        "[install](../howto/install.md#releases-of-torch-and-python) has each run's result.\n",
+        "[compatibility](../reference/compatibility.md#torch) has each run's result.\n",
         "## Forecasts and agreement\n",
         _table(("figure", "value", "command"), _figures(results)),
     ]

@@ -16,7 +16,8 @@ ON_INDEX = False
 asks for the short lines in docs."""
 
 REPOSITORY = "URL"
-"""The address to clone. Until the repository has a public one, this is a placeholder, and pages say so."""
+"""The address to clone. Until the repository has a public one, this is a placeholder, and pages say so. When it is set,
+``python tools/address.py`` writes it into metadata, the citation and forms."""
 
 FOLDERS = {"mmfsdp": "packages/core", "mmfsdp-mmengine": "packages/mmengine_adapter", "mmfsdp-cli": "packages/cli"}
 

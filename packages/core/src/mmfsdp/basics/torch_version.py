@@ -14,7 +14,7 @@ MINIMUM_TORCH = (2, 9)
 """Oldest release, (major, minor), that the extra ``mmfsdp[torch]`` accepts."""
 
 NEWEST_TESTED_TORCH = (2, 15)
-"""Newest release, (major, minor), that ``nox -s compat`` runs the tests on; docs/howto/install.md has the results."""
+"""Newest release, (major, minor), that ``nox -s compat`` tests; docs/reference/compatibility.md has the results."""
 
 
 def require_torch(what: str) -> None:
