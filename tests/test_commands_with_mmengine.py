@@ -73,6 +73,24 @@ def test_the_step_of_a_config_is_proven_against_ddp(tmp_path: Path) -> None:
     assert {difference for run in ("trained", "resumed") for difference in found[run]["differences"]} == set()
 
 
+@pytest.mark.exhaustive
+def test_all_samples_of_a_step_of_a_config_are_divided_anew(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(STEP)  # it has two micro-batches
+    words = ("--batch-size", 2, "--memory", "60GiB", "--set", "precision=fp32", "--set", "sharding=NO_SHARD", "--json")
+    code, shown, error = invoke("fit", tmp_path / "config.py", *words)
+    assert code == 0, (shown, error)
+    options = json.loads(shown)["options"]
+    assert {(option["accumulate"], option["samples"]) for option in options} == {(1, 4), (2, 2), (4, 1)}
+    found = [
+        invoke("rehearse", tmp_path / "config.py", *size, "--json")
+        for size in (words[:2], (*words[:2], "--accumulate", 1))
+    ]
+    counts = [
+        [phase["name"] for phase in json.loads(shown)["rehearsal"]["phases"]].count("forward") for _, shown, _ in found
+    ]
+    assert counts == [2, 1]
+
+
 def test_settings_as_yaml(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("sharding: HYBRID_SHARD\nwrap: {kind: module_class, classes: Linear}\n")
     settings = {"sharding": "HYBRID_SHARD", "wrap": {"kind": "module_class", "classes": "Linear"}}

@@ -33,7 +33,6 @@ LONG = {
         "docs/howto/convert.md",
         "docs/appendix/device_operators.md",
         "docs/howto/fit.md",
-        "docs/explanation/forecast_and_run.md",
     ),
     *("docs/howto/frameworks.md", "docs/howto/lora.md", "docs/howto/recover.md", "docs/howto/resume.md"),
     *(

@@ -20,7 +20,7 @@ from mmfsdp.basics import pip_install
 from mmfsdp.checkpoint import Conversion
 from mmfsdp_cli import __version__
 from mmfsdp_cli.main import app
-from mmfsdp_cli.options.choices import ModelChoice, StepChoice
+from mmfsdp_cli.options.choices import BatchChoice, ModelChoice, StepChoice
 from mmfsdp_cli.printing.help import summary
 
 CONTEXT = click.Context(app)
@@ -160,7 +160,7 @@ def test_each_parameter_has_an_option_and_a_help_text(name: str) -> None:
             settings -= {"keep", "drop", "use_ema", "publish"}
         assert taken - {*declared} == common | settings | {"no_checksums", "no_fsync"}
     else:
-        for group, record in (("chosen", ModelChoice), ("step", StepChoice)):
+        for group, record in (("chosen", ModelChoice), ("step", BatchChoice if name == "prove" else StepChoice)):
             if group in declared:
                 taken = taken - {field.name for field in fields(record)} | {group}
         assert taken == {*declared} - {"context"}

@@ -103,6 +103,13 @@ def test_settings_from_files(tmp_path: Path) -> None:
     assert plan("--diff", tmp_path / "a.json", "--ranks", "1x8")[1] == f"{old.diff(new)}\n"
 
 
+def test_a_bare_value_and_settings_of_its_section_go_together() -> None:
+    words = ("--set", "precision=bf16"), ("--set", "precision.storage_dtype=float32")
+    truth = mmfsdp.plan(build(), {"precision": {"preset": "bf16", "storage_dtype": "float32"}}, 8)
+    for first, second in (words, words[::-1]):
+        assert mmfsdp.ShardPlan.from_json(plan(*first, *second, "--json")[1]) == truth
+
+
 def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     lines = plan(*BLOCKS, "--ranks", 3, "--model-arg", "width=64", "--chart")[1].splitlines()
@@ -116,7 +123,8 @@ def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--ranks", "0"), "'0' is not a number of ranks"),
         (("--set", "sharding.strateg=FULL_SHARD"), "ShardConfig.sharding.strateg: unknown setting 'strateg'. Did you"),
-        (("--set", "sharding=FULL_SHARD", "--set", "sharding.shard_size=2"), "(config: sharding)"),
+        (("--set", "engine=fsdp1", "--set", "engine.x=2"), "engine is 'fsdp1', which has no settings of its own"),
+        (("--set", "sharding.shard_size=2", "--set", "sharding=FUL"), "ShardConfig.sharding: 'FUL' is not accepted"),
         (("--set", "sharding.strategy=HYBRID_SHARD"), "(config: sharding.shard_size)"),
         (("--set", "wrap.kind=module_class", "--set", "wrap.classes=Blok"), "Did you mean 'Block'?"),
         (("--config", "nowhere.json"), "There is no file 'nowhere.json'"),
@@ -159,6 +167,8 @@ def test_a_batch_rehearses_a_step() -> None:
     shown = rehearse(*arguments, "--json")[1]
     assert json.loads(shown)["rehearsal"] == json.loads(json.dumps(step.describe()))
     assert mmfsdp.ShardPlan.from_json(shown) == truth
+    twice = json.loads(rehearse(*arguments, "--accumulate", 2, "--json")[1])["rehearsal"]
+    assert [phase["name"] for phase in twice["phases"]].count("forward") == 2
     sgd = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"), optimizer="sgd-momentum")
     given = ("--optimizer", "torch.optim:SGD", "--optimizer-arg", "momentum=0.9")
     head, *bars = rehearse(*arguments, *given, "--chart")[1].splitlines()
@@ -222,6 +232,7 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
         (("--batch-size", "2"), "is for configs that describe their data"),
         (("--batch-size", "2", "--batch", "6x4"), "Give the shapes of a batch with --batch, or"),
         (("--batch-size", "2", "--batch-dim", "1"), "needs --batch, whose samples it counts"),
+        (("--batch", "6x4", "--accumulate", "2", "--evaluate"), "which has no micro-batches. Drop --accumulate."),
         (("--batch", "6x4", "--optimizer-arg", "lr=1"), "needs --optimizer"),
         (("--batch", "6x4", "--optimizer", "sgd", "--optimizer-arg", "lrr=1"), "unexpected keyword argument 'lrr'"),
     ],
@@ -238,16 +249,30 @@ def test_a_batch_that_is_wrong(words: tuple[str, ...], message: str) -> None:
 def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     words = ("--model-arg", "width=64", "--batch", "8x64", "--ranks", 2, "--set", "precision=bf16")
     only = ("--set", "activation_checkpointing.mode=full", "--set", "sharding.strategy=FULL_SHARD")
-    code, out, err = called("fit", *words, *only, "--memory", "4GiB")
+    pasted = tmp_path / "fit.yaml"
+    code, out, err = called("fit", *words, *only, "--memory", "4GiB", "--write", pasted)
     assert code == 0, err
     assert "# " in out.splitlines()[2]
-    pasted = tmp_path / "fit.yaml"
-    pasted.write_text(out.split("\n\n")[1])
+    assert out.split("\n\n")[1] == pasted.read_text().rstrip()
+    code, _, err = called("fit", *words, *only, "--memory", "4GiB", "--write", pasted)
+    assert code == 2
+    assert "exists already. Add --force to replace it." in " ".join(err.replace("│", " ").split())
+    as_json = tmp_path / "fit.json"
+    assert called("fit", *words, *only, "--memory", "4GiB", "--write", as_json)[0] == 0
+    assert mmfsdp.ShardConfig.from_file(as_json) == mmfsdp.ShardConfig.from_file(pasted)
+    code, out, _ = called("fit", *words, *only, "--memory", "1MiB", "--write", tmp_path / "none.json")
+    assert (code, (tmp_path / "none.json").exists()) == (2, False)
+    assert out.startswith("Nothing fits into 1.00 MiB")
     given = {"precision": "bf16", "activation_checkpointing": {"mode": "full"}, "sharding": {"strategy": "FULL_SHARD"}}
     read, stated = mmfsdp.ShardConfig.from_file(pasted), mmfsdp.ShardConfig.from_dict(given)
     assert all(getattr(read, name) == getattr(stated, name) for name in given)
     assert plan(*words[:2], "--config", pasted)[0] == 0
     assert "Give the shapes of a batch" in called("fit", "--memory", "10MiB")[2]
+    searches = [
+        json.loads(called("fit", *words[:3], *batch, *words[4:], *only, "--memory", "4GiB", "--json")[1])
+        for batch in (("8x64",), ("4x64", "--accumulate", 2))
+    ]
+    assert searches[0] == searches[1], "the samples of a step count, however its micro-batches are stated"
     by_tokens = (*words[:3], "2x8x64", *words[4:], *only, "--device", "a100-40gb@roce-50", "--json")
     by_tokens += ("--margin", 0.2, "--price", 2, "--tokens", 100)
     searched = [fields_of("fit", called("fit", *by_tokens, "--batch-dim", dim)[1]) for dim in (0, 1)]
@@ -255,6 +280,7 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     assert [one["considered"] for one in searched] == [3, 7]
     assert searched[0]["room"] == round(0.8 * searched[0]["memory_bytes"])
     option = searched[0]["options"][0]
+    assert option["price_per_hour"] == 2 * 2
     assert option["tokens_per_second"] == pytest.approx(100 / option["seconds"])
     assert option["price_per_billion_tokens"] == pytest.approx(2 / 3600 * option["seconds"] / 100 * 1e9)
     assert (
@@ -316,6 +342,14 @@ def test_a_model_that_takes_token_ids_gets_whole_numbers(command: str, batch: tu
     words = [word for text in batch for word in ("--batch", text)]
     done = invoke(command, f"{HERE}:Reader", *words, "--set", "precision=bf16")
     assert done.exit_code == 0, done.stderr
+    assert ("ehearsed with no labels" in done.stdout) == (command == "rehearse" and "labels=1x8" not in batch)
+
+
+def test_a_model_without_data_is_told_which_shapes_to_write() -> None:
+    for command in ("rehearse", "fit", "measure", "prove"):
+        done = invoke(command, f"{HERE}:Reader", "--batch-size", 2)
+        assert done.exit_code == 2
+        assert "--batch input_ids=2x4096 --batch labels=2x4096" in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_a_wrong_dtype_is_not_blamed_on_buffers() -> None:

@@ -19,8 +19,9 @@ from mmfsdp.frontends import TrainingStep
 from mmfsdp.rehearsal import Fit
 from mmfsdp.rehearsal.fitting.bounds import Known, resharded_seconds
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for
+from mmfsdp.rehearsal.fitting.dividing import all_micro_batches, micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.fastest import REFINED, refined
-from mmfsdp.rehearsal.fitting.probing import Prober, micro_batch, samples_of
+from mmfsdp.rehearsal.fitting.probing import Prober
 from mmfsdp.rehearsal.fitting.rates import rates_of
 from mmfsdp.rehearsal.fitting.searching import search
 from mmfsdp.rehearsal.rehearsing import rehearse_once
@@ -277,6 +278,35 @@ def test_the_user_says_which_dimension_counts_samples() -> None:
             mmfsdp.fit(model, batch, ranks=RANKS, batch_dim=given)
 
 
+def test_lists_with_an_entry_for_each_sample_are_divided_as_tensors_are() -> None:
+    sample = object()
+    apart = {"inputs": [torch.zeros(3, 8, 8)] * 4, "data_samples": [sample] * 4}  # as MMEngine's pseudo_collate gives
+    stacked = {"inputs": torch.zeros(4, 3, 8, 8), "data_samples": [sample] * 4}  # as its default_collate does
+    for batch in (apart, stacked):
+        assert samples_of(batch) == 4
+        for count, divided in ((2, micro_batch(batch, 2)), (8, all_micro_batches(batch, 2))):
+            assert (samples_of(divided), len(divided["inputs"]), len(divided["data_samples"])) == (count,) * 3
+    # Lists of tensors have samples in the tensors; a list of another length is no list of samples.
+    assert samples_of({"views": [torch.zeros(8, 4), torch.zeros(8, 2)]}) == 8
+    assert samples_of({"x": torch.zeros(8, 4), "wanted": ["depth", "normals"]}) == 8
+    assert samples_of([torch.zeros(8, 4), "mode"]) == 8
+
+
+def test_a_batch_is_stated_as_for_a_rehearsal() -> None:
+    model, batch = on_meta(depth=2)
+    wanted = {
+        "config": {"precision": "bf16", "sharding": "FULL_SHARD"},
+        "choices": {"activation_checkpointing": [None]},
+    }
+    given = {**wanted, "memory": "60GiB", "ranks": RANKS, "price": 2.0}
+    whole, divided = mmfsdp.fit(model, batch, **given), mmfsdp.fit(model, batch[:2], accumulate=2, **given)
+    assert divided.describe() == whole.describe()
+    assert {option.accumulate * option.samples for option in divided.options} == {4}
+    mixed = {"ids": batch, "other": torch.empty(3, device="meta")}
+    with pytest.raises(ConfigError, match="share no size in dimension 0"):
+        mmfsdp.fit(model, mixed, accumulate=2, ranks=RANKS)
+
+
 @pytest.fixture(scope="module")
 def fitted() -> Fit:
     model, batch = on_meta()
@@ -327,7 +357,9 @@ def test_what_a_job_trains_and_costs(fitted: Fit) -> None:
     assert "of the peak (MFU)" in str(rates)
     assert "per billion tokens" in str(rates)
     images = rates_of(0.5, 0.1, 8, None, 2, 3.6)
-    assert str(images) == "32 samples per second in all, 20.0% of the peak (MFU), 62.50 per million samples"
+    assert (
+        str(images) == "32 samples per second in all, 20.0% of the peak (MFU), 7.20 per hour, 62.50 per million samples"
+    )
 
 
 def test_a_twentieth_of_what_torch_reports_of_a_gpu_stays_free() -> None:

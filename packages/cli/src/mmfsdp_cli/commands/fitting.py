@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from mmfsdp_cli.options.choices import ModelChoice, StepChoice, takes_model, takes_step
 from mmfsdp_cli.options.modelling import running_user_code
 from mmfsdp_cli.options.plans import mesh_of
 from mmfsdp_cli.options.settings import with_settings
-from mmfsdp_cli.options.shared import json_report, option
+from mmfsdp_cli.options.shared import PATH, flag, json_report, option
 from mmfsdp_cli.options.steps import assume, device, step_of
 from mmfsdp_cli.printing.console import reporting_errors, say
 from mmfsdp_cli.printing.help import Command
+
+if TYPE_CHECKING:
+    from mmfsdp.rehearsal import FitOption
 
 __all__ = ["fit_command"]
 
@@ -48,6 +54,15 @@ __all__ = ["fit_command"]
     help="Tokens of the batch; by default the elements of its tensor of integers.",
 )
 @assume
+@option(
+    "--write",
+    "target",
+    section="Output",
+    type=PATH,
+    metavar="FILE",
+    help="Write the fastest settings to this .yaml or .json file, for --config.",
+)
+@flag("--force", "overwrite", section="Output", help="Replace an existing file.")
 @json_report
 def fit_command(
     chosen: ModelChoice,
@@ -58,14 +73,19 @@ def fit_command(
     price: float | None,
     tokens: int | None,
     assume: float | None,
+    target: Path | None,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Print the fastest settings that fit into a device's memory. Needs torch.
 
-    Settings that --config and --set give stay as they are.
+    Settings that --config and --set give stay as they are. The samples of a step, those of all its micro-batches, are
+    divided into other micro-batches, too.
 
     Exit codes: 0 done; 2 nothing fits, the model, the batch or a setting is wrong, or torch is missing.
     """
+    if target is not None:
+        _check_target(target, overwrite=overwrite)
     wanted = chosen.wanted()
     with reporting_errors():
         built, source = chosen.build("fit")
@@ -98,11 +118,37 @@ def fit_command(
                 loss=training.loss,
                 optimizer=training.optimizer,
                 max_norm=training.max_norm,
+                accumulate=training.accumulate,
                 assume=assume,
                 ema=training.ema,
                 batch_dim=step.batch_dim or 0,
             )
+        if target is not None and found.options:
+            target.write_text(_settings_text(found.options[0], target.suffix), encoding="utf-8")
         if as_json:
             click.echo(json.dumps(found.describe(), indent=2))
         else:
             say(str(found))
+            for sentence in training.assumed:
+                say(f"\nRehearsed with {sentence}.")
+        if not found.options:
+            raise Exit(2)
+
+
+def _check_target(path: Path, *, overwrite: bool) -> None:
+    """Reject a file that cannot be written, before the search."""
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise click.BadParameter(f"{str(path)!r} is not a .yaml or .json file.", param_hint="--write")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"the directory {str(path.parent)!r} does not exist.", param_hint="--write")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+        raise click.BadParameter(f"{str(path)!r} cannot be written.", param_hint="--write")
+    if path.exists() and not overwrite:
+        raise click.BadParameter(f"{str(path)!r} exists already. Add --force to replace it.", param_hint="--write")
+
+
+def _settings_text(option: FitOption, suffix: str) -> str:
+    """Return settings as the text of a file; YAML says in comments what they give."""
+    if suffix == ".json":
+        return json.dumps(option.settings, indent=2) + "\n"
+    return f"# {option}\n# {option.rates}\n{option.yaml}\n"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.exceptions import Exit
 
-from mmfsdp_cli.options.choices import ModelChoice, batch_size, takes_model
+from mmfsdp_cli.options.choices import BatchChoice, ModelChoice, takes_batch, takes_model
 from mmfsdp_cli.options.modelling import key_values, running_user_code
 from mmfsdp_cli.options.plans import settings_of
-from mmfsdp_cli.options.shared import flag, json_report, option, several
-from mmfsdp_cli.options.steps import batch_of
+from mmfsdp_cli.options.shared import flag, json_report, option
+from mmfsdp_cli.options.steps import batch_of, no_data_error
 from mmfsdp_cli.printing.console import reporting_errors, say
 from mmfsdp_cli.printing.help import Command
 
@@ -31,16 +31,8 @@ _STEP = "Step"
 
 @click.command("prove", cls=Command)
 @takes_model("Number of ranks to shard over, by default 2, or all of torchrun")
-@several(
-    "--batch",
-    section=_STEP,
-    metavar="[NAME=]SHAPE[:DTYPE]",
-    help="What one rank gets, samples first: 4x512x1024, or input_ids=1x4096 for each argument. Token ids are int64 by "
-    "default, everything else float32.",
-)
-@batch_size
+@takes_batch
 @option("--optimizer", section=_STEP, metavar="NAME", help="The optimizer; by default that of the plan, or AdamW.")
-@option("--accumulate", section=_STEP, type=click.IntRange(min=1), metavar="N", help="Micro-batches, by default 1.")
 @option(
     "--steps", section=_STEP, type=click.IntRange(min=1), default=3, metavar="N", help="Steps before the checkpoint."
 )
@@ -63,10 +55,8 @@ _STEP = "Step"
 @json_report
 def prove_command(
     chosen: ModelChoice,
-    batch: tuple[str, ...],
-    batch_size: str | None,
+    step: BatchChoice,
     optimizer: str | None,
-    accumulate: int | None,
     steps: int,
     resume_on: int | None,
     against: Literal["alone", "ddp"],
@@ -81,8 +71,6 @@ def prove_command(
 
     Exit codes: 0 proven; 1 not proven; 2 the model, the batch, a setting or the number of ranks is wrong.
     """
-    if bool(batch) == (batch_size is not None):
-        raise click.UsageError("Give the shapes of a batch with --batch, or for an MMEngine config --batch-size.")
     wanted = chosen.wanted()
     with reporting_errors():
         built, source = chosen.build("prove")
@@ -94,16 +82,16 @@ def prove_command(
         with running_user_code():
             from mmfsdp import prove
 
-            step = _step(batch, batch_size, chosen.model, built, source)
+            training = _step(step, chosen.model, built, source)
             if no_evaluation:
-                step = replace(step, evaluate=None)
-            if accumulate is not None:
-                step = replace(step, accumulate=accumulate)
+                training = replace(training, evaluate=None)
+            if step.accumulate is not None:
+                training = replace(training, accumulate=step.accumulate)
             if optimizer is not None or settings.config.optimizer is not None:
-                step = replace(step, optimizer=optimizer)
+                training = replace(training, optimizer=optimizer)
             proof = prove(
                 partial(_build, chosen.model, given),
-                **step.proof_arguments(),
+                **training.proof_arguments(),
                 ranks=None if ranks is None else int(ranks),
                 config=settings.config,
                 steps=steps,
@@ -119,19 +107,15 @@ def prove_command(
             raise Exit(1)
 
 
-def _step(
-    batch: tuple[str, ...], batch_size: str | None, path: str, model: nn.Module, source: ReadConfig | None
-) -> TrainingStep:
+def _step(given: BatchChoice, path: str, model: nn.Module, source: ReadConfig | None) -> TrainingStep:
     """Return the step to prove."""
     from mmfsdp.frontends import RemadeStep, TrainingStep
 
-    if batch_size is None:
-        return TrainingStep(batch_of(batch, model), max_norm=1.0)
+    if given.batch_size is None:
+        return TrainingStep(batch_of(given.batch, model), max_norm=1.0)
     if source is None:
-        raise click.BadParameter(
-            "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
-        )
-    return RemadeStep(path, None if batch_size == "own" else int(batch_size)).sent()
+        raise no_data_error(model, given.batch_size)
+    return RemadeStep(path, None if given.batch_size == "own" else int(given.batch_size)).sent()
 
 
 def _build(name: str, given: Mapping[str, Any]) -> nn.Module:

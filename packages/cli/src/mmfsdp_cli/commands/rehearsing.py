@@ -62,6 +62,8 @@ def rehearse_command(
     """
     if sum((chart, as_json, other is not None)) > 1:
         raise click.UsageError("Give one of --chart, --json and --diff.")
+    if evaluates and step.accumulate is not None:
+        raise click.UsageError("--evaluate is a forward alone, which has no micro-batches. Drop --accumulate.")
     if other is not None and html is None:
         raise click.UsageError("--diff needs --html, which shows both steps. To compare plans: mmfsdp-cli plan --diff.")
     if html is not None:
@@ -106,7 +108,7 @@ def rehearse_command(
             say(f"\n{found}")
             if time is not None:
                 say(f"\n{time.table(width=terminal_width())}")
-            for sentence in training.assumed:
+            for sentence in () if evaluates and step.batch else training.assumed:
                 say(f"\nRehearsed with {sentence}.")
             named = plan.optimizer or step.optimizer or (source and source.optimizer())
             if step.batch and not named and not evaluates:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mmfsdp.frontends import ReadConfig
 
-__all__ = ["ModelChoice", "StepChoice", "batch_size", "takes_model", "takes_step"]
+__all__ = ["BatchChoice", "ModelChoice", "StepChoice", "takes_batch", "takes_model", "takes_step"]
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
@@ -52,18 +52,28 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class StepChoice:
-    """A step to rehearse or to run, as the command line gives it."""
+class BatchChoice:
+    """What one rank gets in a step, as the command line gives it: micro-batches, and how many."""
 
     batch: tuple[str, ...]
-    batch_dim: int | None
     batch_size: str | None
-    optimizer: str | None
-    optimizer_arguments: tuple[str, ...]
+    accumulate: int | None
 
     def __post_init__(self) -> None:
         if bool(self.batch) == (self.batch_size is not None):
             raise click.UsageError("Give the shapes of a batch with --batch, or for an MMEngine config --batch-size.")
+
+
+@dataclass(frozen=True)
+class StepChoice(BatchChoice):
+    """A step to rehearse or to run, as the command line gives it."""
+
+    batch_dim: int | None
+    optimizer: str | None
+    optimizer_arguments: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch_dim is not None and not self.batch:
             raise click.BadParameter("needs --batch, whose samples it counts.", param_hint="--batch-dim")
         if self.optimizer_arguments and self.optimizer is None:
@@ -93,6 +103,11 @@ def takes_model(help_of_ranks: str) -> Decorator:
             ),
         ),
     )
+
+
+def takes_batch(command: Function) -> Function:
+    """Give a command the argument ``step``, a `BatchChoice`."""
+    return _grouped(BatchChoice, "step", _BATCH_OPTIONS)(command)
 
 
 def takes_step(command: Function) -> Function:
@@ -130,22 +145,32 @@ def _samples(context: click.Context, option: click.Parameter, value: str | None)
     raise click.BadParameter(f"{value!r} is neither a number of samples nor 'own'.")
 
 
-batch_size = option(
-    "--batch-size",
-    section="Step",
-    metavar="N|own",
-    callback=_samples,
-    help="Of an MMEngine config: N samples per rank, or its own number, from its data pipeline.",
-)
-
-_STEP_OPTIONS = (
+_BATCH_OPTIONS = (
     several(
         "--batch",
         section="Step",
         metavar="[NAME=]SHAPE[:DTYPE]",
-        help="What one rank gets: 4x512x1024, or input_ids=1x4096 for each argument. Token ids are int64 by default, "
-        "everything else float32.",
+        help="A micro-batch of one rank, samples first: 4x512x1024, or input_ids=1x4096 for each argument. Token ids "
+        "are int64 by default, everything else float32.",
     ),
+    option(
+        "--batch-size",
+        section="Step",
+        metavar="N|own",
+        callback=_samples,
+        help="Of an MMEngine config: a micro-batch of N samples, or of its own number, from its data pipeline.",
+    ),
+    option(
+        "--accumulate",
+        section="Step",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Micro-batches of a step; by default those of a config, else 1.",
+    ),
+)
+
+_STEP_OPTIONS = (
+    *_BATCH_OPTIONS,
     option(
         "--batch-dim",
         section="Step",
@@ -153,7 +178,6 @@ _STEP_OPTIONS = (
         type=click.IntRange(min=0),
         help="The dimension of --batch that counts samples, for micro-batches: 1 for TOKENSxSAMPLES; by default 0.",
     ),
-    batch_size,
     option(
         "--optimizer",
         section="Step",

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from mmfsdp.rehearsal import Rehearsal
     from mmfsdp.torch_style import Translated
 
-__all__ = ["advised", "assume", "batch_of", "device", "rehearsed", "static_part_first", "step_of", "timeline_chart"]
+__all__ = [
+    "advised",
+    "assume",
+    "batch_of",
+    "device",
+    "no_data_error",
+    "rehearsed",
+    "static_part_first",
+    "step_of",
+    "timeline_chart",
+]
 
 _TENSOR = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _OF_TOKENS = ("labels", "attention_mask")
@@ -78,18 +88,42 @@ def step_of(model: nn.Module, source: ReadConfig | None, given: StepChoice) -> T
 
         if given.batch_size is not None:
             if source is None:
-                raise click.BadParameter(
-                    "is for configs that describe their data. Give the shapes with --batch.", param_hint="--batch-size"
-                )
+                raise no_data_error(model, given.batch_size)
             step = source.step(model, None if given.batch_size == "own" else int(given.batch_size))
         else:
-            step = TrainingStep(batch_of(given.batch, model))
+            batch = batch_of(given.batch, model)
+            step = TrainingStep(batch, assumed=_assumed_loss(model, batch))
             if given.optimizer is None and source is not None:
                 step = replace(step, optimizer=source.optimizer() or "adamw")
+        if given.accumulate is not None:
+            step = replace(step, accumulate=given.accumulate)
         if given.optimizer is None:
             return step
         settings = key_values(given.optimizer_arguments, "--optimizer-arg")
         return replace(step, optimizer=optimizer_from(given.optimizer, settings))
+
+
+def no_data_error(model: nn.Module, size: str) -> click.BadParameter:
+    """Return the error of --batch-size for a model that is not a config's."""
+    count = size if size.isdecimal() else "4"
+    shapes = f": --batch input_ids={count}x4096 --batch labels={count}x4096 for 4,096 tokens"
+    return click.BadParameter(
+        "is for configs that describe their data. Give the shapes with --batch"
+        f"{shapes if 'input_ids' in inspect.signature(model.forward).parameters else ''}.",
+        param_hint="--batch-size",
+    )
+
+
+def _assumed_loss(model: nn.Module, batch: Any) -> tuple[str, ...]:
+    """Return a sentence if a model that computes its loss from labels gets none."""
+    takes = [*inspect.signature(model.forward).parameters]
+    given = batch if isinstance(batch, dict) else takes[: len(batch)]
+    if "labels" not in takes or "labels" in given:
+        return ()
+    return (
+        "no labels: unless the model returns a loss without them, it is the mean of the output. To add them: --batch "
+        "labels=SHAPE",
+    )
 
 
 @contextmanager

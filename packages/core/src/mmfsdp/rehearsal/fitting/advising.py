@@ -16,8 +16,8 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import plain_settings
 from mmfsdp.rehearsal.fitting.changes import Change, changes_of
+from mmfsdp.rehearsal.fitting.dividing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.extrapolating import combined, highest_by_point
-from mmfsdp.rehearsal.fitting.probing import micro_batch, samples_of
 from mmfsdp.rehearsal.fitting.shortening import short_models, stacks_of
 from mmfsdp.rehearsal.rehearsing import rehearse_once, rehearse_step
 from mmfsdp.rehearsal.result import Rehearsal
@@ -138,6 +138,7 @@ class _Peaks:
         batch_dim: int,
     ) -> None:
         self._model, self._training, self._target = model, training, target
+        self.accumulate = training.accumulate
         self._mesh, self._policy, self._batch_dim = mesh, policy, batch_dim
         self._stacks = stacks_of(model)
         self._short = [*short_models(model, self._stacks)] if self._stacks else []
@@ -186,7 +187,7 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
         )
     elsewhere = ""
     if change.divides > 1:
-        elsewhere = f"accumulate={change.divides}, or the same in the training loop"
+        elsewhere = f"accumulate={peaks.accumulate * change.divides}, or the same in the training loop"
     elif change.reduces:
         elsewhere = "no mmfsdp.no_sync() in the training loop (reduce_each=True, an argument of rehearse())"
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)

@@ -14,8 +14,9 @@ from mmfsdp.errors import ConfigError, MmfsdpError
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.rehearsal.fitting.candidates import Choice, choices_for, plain_settings, with_offload
 from mmfsdp.rehearsal.fitting.changes import changes_of, large_outside
+from mmfsdp.rehearsal.fitting.dividing import all_micro_batches, samples_of, tokens_of
 from mmfsdp.rehearsal.fitting.fit_result import Fit, FitOption
-from mmfsdp.rehearsal.fitting.probing import Prober, samples_of, tokens_of
+from mmfsdp.rehearsal.fitting.probing import Prober
 from mmfsdp.rehearsal.fitting.rates import rates_of
 from mmfsdp.rehearsal.fitting.searching import Found, Search, search, search_faster
 from mmfsdp.rehearsal.result import Rehearsal
@@ -55,6 +56,7 @@ def fit(
     loss: LossFn | None = None,
     optimizer: str | OptimizerFn | None = None,
     max_norm: float | None = None,
+    accumulate: int = 1,
     assume: float | None = None,
     ema: EmaFn | None = None,
     batch_dim: int = 0,
@@ -71,7 +73,8 @@ def fit(
 
     Args:
         model: The model, on any device; ``meta`` is enough.
-        batch: What one rank gets in a step, as for `rehearse`. Micro-batches have parts of its samples.
+        batch: What one rank gets in a micro-batch, as for `rehearse`: with ``accumulate``, its samples in a step, which
+            the search divides into other micro-batches, too.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: the memory of ``device``.
         margin: Share of the memory to leave free, from 0 up to 1, for the error of a forecast.
             Default: 0.03.
@@ -83,12 +86,13 @@ def fit(
         count: How many settings to find.
         device: The device to train on, see `rehearse`: its operators, its time, its memory.
         links: How ranks are connected, see `Rehearsal.time`; default: as the device is.
-        tokens: Tokens of the batch, for rates. Default: the elements of its largest tensor of integers with two
+        tokens: Tokens of ``batch``, for rates. Default: the elements of its largest tensor of integers with two
             dimensions, if there is one; padding counts.
         price: Price of one device for an hour in any currency, for the price of a billion tokens.
         loss: See `rehearse`.
         optimizer: See `rehearse`.
         max_norm: See `rehearse`.
+        accumulate: See `rehearse`.
         assume: See `rehearse`.
         ema: See `rehearse`.
         batch_dim: The dimension of the batch's tensors that counts samples: 1 for a batch of shape (tokens, samples).
@@ -108,12 +112,15 @@ def fit(
     room = round(whole * (1 - kept))
     if price is not None and not price > 0:
         raise ConfigError(f"price is what a device costs for an hour, more than 0, got {price!r}.", config="price")
-    tokens = tokens_of(batch) if tokens is None else tokens
-    samples = samples_of(batch, batch_dim)
+    training = TrainingStep(
+        batch, loss=loss, optimizer=optimizer, max_norm=max_norm, accumulate=accumulate, assume=assume, ema=ema
+    )
+    whole_step = replace(training, batch=all_micro_batches(batch, accumulate, batch_dim), accumulate=1)
+    tokens = tokens_of(whole_step.batch) if tokens is None else tokens * accumulate
+    samples = samples_of(whole_step.batch, batch_dim)
     units = {name: value for name, value in settings.items() if name in ("wrap", "precision")}
     outside = [] if policy is not None else large_outside(make_plan(model, units, 1))
-    step = TrainingStep(batch, loss=loss, optimizer=optimizer, max_norm=max_norm, assume=assume, ema=ema)
-    prober = Prober(model, step, ranks, chosen, policy, batch_dim)
+    prober = Prober(model, whole_step, ranks, chosen, policy, batch_dim)
     together = chosen.links.ranks_per_node
     every = [*choices_for(settings, ranks, samples, outside=outside, ranks_per_node=together, choices=choices)]
     sections = REFINED - {*settings, *(choices or ()), *(() if policy is None else ("wrap",))}

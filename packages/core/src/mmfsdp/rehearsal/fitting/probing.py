@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmfsdp.basics.dtypes import itemsize
-from mmfsdp.errors import ConfigError, MmfsdpError
+from mmfsdp.errors import MmfsdpError
 from mmfsdp.planning.memory.steps import compute_itemsize
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.resolve import plan as make_plan
@@ -19,6 +17,7 @@ from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import highest
 from mmfsdp.rehearsal.fitting.candidates import Choice
 from mmfsdp.rehearsal.fitting.computing import Computing, computing_of, summed
+from mmfsdp.rehearsal.fitting.dividing import micro_batch
 from mmfsdp.rehearsal.fitting.extrapolating import ACTIVATIONS, Highest, combined, highest_by_point
 from mmfsdp.rehearsal.fitting.shortening import Stack, short_models, stacks_of
 from mmfsdp.rehearsal.recording.known_results import Recipes
@@ -29,7 +28,7 @@ from mmfsdp.rehearsal.running.training_step import TrainingStep
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.step_time import StepTime, time_of
 
-__all__ = ["Estimate", "Prober", "micro_batch", "samples_of", "tokens_of"]
+__all__ = ["Estimate", "Prober"]
 
 _REHEARSED = 2  # micro-batches; those after the second are as the second
 
@@ -211,55 +210,6 @@ class Prober:
         if step.ema is not None:  # averaged weights compute something else in their first step
             return rehearse_step(model, step, target)
         return rehearse_once(model, step, target, recipes=self._recipes)
-
-
-def samples_of(batch: Any, dim: int = 0) -> int:
-    """Return how many samples a batch has: the size that its tensors share in a dimension; 1 if they share none.
-
-    Args:
-        batch: Tensors in any structure; those with fewer dimensions are not divided.
-        dim: The dimension of the samples.
-
-    Raises:
-        ConfigError: No tensor has this dimension.
-    """
-    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    if not isinstance(dim, int) or dim < 0 or (dim and not any(len(shape) > dim for shape in shapes)):
-        raise ConfigError(
-            f"batch_dim is the dimension of the samples in the tensors of the batch, 0 or more, got {dim!r}; their "
-            f"shapes are {', '.join(str(tuple(shape)) for shape in shapes)}.",
-            config="batch_dim",
-        )
-    sizes = {shape[dim] for shape in shapes if len(shape) > dim}
-    return sizes.pop() if len(sizes) == 1 else 1
-
-
-def tokens_of(batch: Any) -> int | None:
-    """Return how many tokens a batch has: the elements of its largest tensor of integers with two dimensions."""
-    found = [
-        leaf.numel()
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.dtype in (torch.int64, torch.int32)
-    ]
-    return max(found, default=None)
-
-
-def micro_batch(batch: Any, count: int, dim: int = 0) -> Any:
-    """Return one of ``count`` equal parts of a batch.
-
-    Raises:
-        ConfigError: Its samples cannot be divided by ``count``.
-    """
-    if count == 1:
-        return batch
-    samples = samples_of(batch, dim)
-    if samples % count:
-        raise ConfigError(f"{samples} samples cannot be divided into {count} micro-batches.", config="accumulate")
-
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(dim, 0, samples // count) if tensor.ndim > dim else tensor
-
-    return tree_map_only(torch.Tensor, part, batch)
 
 
 def _needed(step: Rehearsal) -> int:

@@ -25,6 +25,8 @@ class Rates:
     price_per_billion_tokens: float | None = None
     """In the currency of the price per hour; None without one, or if the batch has no tokens."""
     price_per_million_samples: float | None = None
+    price_per_hour: float | None = None
+    """Of all ranks."""
 
     def describe(self) -> dict[str, Any]:
         """Return plain values only."""
@@ -35,6 +37,8 @@ class Rates:
         if self.tokens_per_second is not None:
             trained = f"{self.tokens_per_second:,.0f} tokens per second and rank"
         parts = [trained, f"{self.utilization:.1%} of the peak (MFU)"]
+        if self.price_per_hour is not None:
+            parts.append(f"{self.price_per_hour:,.2f} per hour")
         if self.price_per_billion_tokens is not None:
             parts.append(f"{self.price_per_billion_tokens:,.2f} per billion tokens")
         elif self.price_per_million_samples is not None:
@@ -56,7 +60,7 @@ def rates_of(seconds: float, useful: float, samples: int, tokens: int | None, ra
     costs: Mapping[str, float] = {}
     if price is not None:
         each = price * seconds / _HOUR  # of a step of one rank
-        costs = {"price_per_million_samples": each / samples * _MILLION}
+        costs = {"price_per_million_samples": each / samples * _MILLION, "price_per_hour": price * ranks}
         if tokens:
             costs = {**costs, "price_per_billion_tokens": each / tokens * _BILLION}
     return Rates(samples * ranks / seconds, tokens / seconds if tokens else None, useful / seconds, **costs)
