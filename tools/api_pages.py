@@ -103,7 +103,7 @@ SEE = {
     "mmfsdp.CheckpointManager": "[saving and resuming a run](../howto/resume.md)",
     "mmfsdp.DataPosition": "[the position in the data](../howto/resume.md#the-position-in-the-data)",
     "mmfsdp.patient_workers": "[when a scheduler ends the job](../howto/resume.md#when-a-scheduler-ends-the-job)",
-    "mmfsdp.planning.estimate_memory": "[does a step fit?](../explanation/memory.md#does-a-step-fit)",
+    "mmfsdp.planning.estimate_memory": "[memory from the plan](../explanation/rehearsal.md#from-the-plan-alone)",
     "mmfsdp.sharding.apply_activation_checkpointing": "[activation checkpointing]"
     "(../explanation/activation_checkpointing.md)",
     "mmfsdp_mmengine.MuonConstructor": "[Muon](../explanation/muon.md)",
