@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,10 @@ def train(rank: int, folder: str | None, begin: int, end: int, noise: bool, opti
                 ours.lerp_(theirs, 0.1)
         counter.seen += BATCH
         if manager is not None:
-            manager.step(step + 1, metric=abs(step - 3.2))
+            metric = torch.tensor(abs(step - 3.2), requires_grad=True)  # as a loss
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                manager.step(step + 1, metric=metric)
     if manager is not None:
         manager.close()
         assert manager.failed_saves == 0

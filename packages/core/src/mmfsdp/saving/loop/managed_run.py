@@ -52,7 +52,7 @@ class ManagedRun:
         Raises:
             UnsafePickleError: At the first save: some state holds an object that could not be loaded.
         """
-        value = None if metric is None else float(metric)
+        value = None if metric is None else float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
         state, kind, blocking = self.state, self.kind, self.blocking
         path = self.files.path / (f"step_{step}.pth" if kind == "full" else f"step_{step}")
         extra = state.content(step, whole=kind == "full" and blocking)
