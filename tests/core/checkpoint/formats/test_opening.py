@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import mmfsdp
 from mmfsdp.basics.boxes import Bounds
-from mmfsdp.checkpoint import convert, open_layout
+from mmfsdp.checkpoint import convert, open_layout, verify
 from mmfsdp.checkpoint.chunks import Chunk
 from mmfsdp.checkpoint.entries import TensorEntry
 from mmfsdp.checkpoint.files.disk import OpenFiles
@@ -39,6 +39,30 @@ def test_every_file_is_read_again_and_few_are_open(paths: list[Path]) -> None:
                 assert os.pread(files.descriptor(path), 1, 0) == bytes([number])
         assert len(os.listdir("/proc/self/fd")) <= before + 64
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["consolidated.00.pth", "consolidated.01.pth"], "convert_llama_weights_to_hf"),
+        (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "--ckpt-convert-format torch_dist"),
+        (["mp_rank_00_000/model_rng.pt", "mp_rank_00_001/model_rng.pt"], "--ckpt-convert-format torch_dist"),
+    ],
+)
+def test_a_part_of_a_divided_model_is_not_written_as_a_whole(names: list[str], advice: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save({"model": {"w": torch.ones(2)}}, tmp_path / name)
+    for name, other in (names, names[::-1]):
+        with pytest.raises(FormatError, match=re.escape(name)) as caught:
+            convert(tmp_path / name, tmp_path / "out.pth")
+        assert advice in str(caught.value)
+        assert f"and {other} another" in str(caught.value)
+    assert "of which this file holds one" in str(verify(tmp_path / names[0]).unchecked)
+    convert(tmp_path / names[0], tmp_path / "part.pth", source_format="torch_zip")
+    # Alone, a file of this name holds the whole model.
+    (tmp_path / names[1]).unlink()
+    convert(tmp_path / names[0], tmp_path / "whole.pth")
 
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten"])

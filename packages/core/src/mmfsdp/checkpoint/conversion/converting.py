@@ -122,6 +122,8 @@ def convert(
     path = checkpoint_path(target, to_write=True)
     kind = target_format(path, chosen)
     layout = opened(source, trust=chosen.trust, reference=reference, format=chosen.source_format)
+    if chosen.source_format is None:
+        format_of(layout).refuse_part(layout)
     layout, restored = _numbers(layout, kind, chosen)
     to = _target(path, kind, chosen)
     to.refuse_source(layout)

@@ -199,6 +199,13 @@ class Format:
             return ()
         return (f"{layout.path.name} is one of {int(match[1])} files: give the directory or the index for all tensors",)
 
+    def refuse_part(self, layout: Layout) -> None:
+        """Raise if a source holds slices of a model's tensors, which would be written as if they were whole.
+
+        Raises:
+            FormatError: It does.
+        """
+
     def check_files(self, layout: Layout) -> None:
         """Compare the sizes of files with a manifest, if the format's own metadata cannot tell two saves apart.
 

@@ -32,6 +32,16 @@ class TorchZipFormat(Format):
 
         return plan_write(content)
 
+    def refuse_part(self, layout: Layout) -> None:
+        from mmfsdp.checkpoint.formats.torch_files.model_parts import refuse_part
+
+        refuse_part(layout.path)
+
+    def unchecked(self, layout: Layout) -> list[str]:
+        from mmfsdp.checkpoint.formats.torch_files.model_parts import other_part
+
+        return ["the other parts of the model, of which this file holds one"] if other_part(layout.path) else []
+
     def mapped_file(self, layout: Layout) -> Path | None:
         return layout.path
 
