@@ -1,4 +1,4 @@
-"""docs/howto/troubleshooting.md quotes messages that the packages raise."""
+"""Pages that quote messages in tables quote those that the packages raise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 from tests.doc_pages import ROOT
 
-PAGE = ROOT / "docs" / "howto" / "troubleshooting.md"
-_TABLE = r"^\| message \|.*?(?=\n\n)"
+PAGES = [ROOT / "docs" / "howto" / name for name in ("troubleshooting.md", "get_weights.md")]
+_TABLE = r"^\| (?:the )?message \|.*?(?=\n\n)"
 _ROWS = [
     line.split("|")[1].strip(" `")
-    for table in re.findall(_TABLE, PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for page in PAGES
+    for table in re.findall(_TABLE, page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for line in table.splitlines()[2:]
 ]
 
