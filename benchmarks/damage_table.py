@@ -1,7 +1,7 @@
 """Damages checkpoints in the same ways and gives them to mmfsdp and to other tools: who notices, who does not.
 
 ``python -m benchmarks.damage_table --peers-python /path/to/venv/bin/python`` writes the tables of
-docs/explanation/damage.md. The checkpoints are saved by torch itself on two ranks; those of the last column by
+docs/appendix/damage.md. The checkpoints are saved by torch itself on two ranks; those of the last column by
 mmfsdp, with a manifest.
 """
 
@@ -34,7 +34,7 @@ from mmfsdp.checkpoint import convert, open_layout
 
 __all__ = ["main"]
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "damage.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "appendix" / "damage.md"
 CLI = str(Path(sys.executable).with_name("mmfsdp-cli"))
 NAMES = ["layers.0.weight", "layers.1.weight"]
 SAFETENSORS_LOAD = (
