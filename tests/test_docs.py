@@ -34,7 +34,7 @@ LONG = {
         "docs/appendix/device_operators.md",
         "docs/howto/fit.md",
     ),
-    *("docs/howto/frameworks.md", "docs/howto/lora.md", "docs/howto/recover.md", "docs/howto/resume.md"),
+    *("docs/howto/frameworks.md", "docs/howto/lora.md", "docs/howto/resume.md"),
     *(
         "docs/howto/huggingface.md",
         "docs/howto/inspect.md",
