@@ -290,6 +290,26 @@ def test_help_says_what_needs_numpy(tmp_path: Path) -> None:
         assert ("needs numpy" in output) == needs, (line, output)
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_gets_what_completes_a_word(shell: str) -> None:
+    code = [sys.executable, "-c", "from mmfsdp_cli.main import main; main()"]
+
+    def ask(**variables: str) -> str:
+        return subprocess.run(code, env=os.environ | variables, capture_output=True, text=True, check=False).stdout
+
+    assert ask(_MMFSDP_CLI_COMPLETE=f"{shell}_source").strip() == run("completion", shell).stdout.strip()
+    last = "--max" if shell == "fish" else "2"  # as their scripts give it
+    words = {"COMP_WORDS": "mmfsdp-cli convert --max", "COMP_CWORD": last}
+    assert "--max-shard-size" in ask(_MMFSDP_CLI_COMPLETE=f"{shell}_complete", **words)
+
+
+def test_the_help_says_which_commands_need_torch_and_numpy() -> None:
+    said = " ".join((app.epilog or "").split())
+    for what in ("torch", "numpy"):
+        needing = [name for name in COMMANDS if f"Needs {what}." in (app.get_command(CONTEXT, name).help or "")]  # type: ignore[union-attr]
+        assert f"{', '.join(needing[:-1])} and {needing[-1]} need {what}" in said
+
+
 def test_an_unknown_shell() -> None:
     result = invoke("completion", "tcsh")
     assert result.exit_code == 2

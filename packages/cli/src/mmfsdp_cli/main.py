@@ -92,7 +92,8 @@ class _Commands(click.Group):
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 the checkpoint is damaged, incomplete or unsafe, or two checkpoints differ; 2 a path "
-    "or argument is wrong.",
+    "or argument is wrong.\n\nplan, rehearse, fit, measure, prove and doctor need torch; average, merge-lora, delta "
+    "and apply-delta need numpy.",
 )
 @click.version_option(
     __version__, "-V", "--version", message="mmfsdp-cli %(version)s", help="Print the version and exit."
