@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.doc_pages import ROOT
-from tools.validation import PAGE, TESTS, page
+from tools.validation import AGREEMENT, FAMILIES, PAGE, TESTS, page
 
 
 def without_figures(text: str) -> str:
@@ -17,6 +17,14 @@ def test_the_page_is_up_to_date() -> None:
     assert without_figures(page()) == without_figures(PAGE.read_text(encoding="utf-8")), (
         "run: python tools/validation.py"
     )
+
+
+def test_every_family_has_its_row() -> None:
+    text = (ROOT / "tests" / "models" / "families.py").read_text(encoding="utf-8")
+    built = re.findall(r'"architecture": "(\w+)"', text)
+    assert built
+    assert [name for name in built if not any(name in told for told, _ in FAMILIES.values())] == []
+    assert len(AGREEMENT.read_text(encoding="utf-8").splitlines()) == 3 * len(FAMILIES) + 8
 
 
 def test_its_commands_exist() -> None:

@@ -54,42 +54,43 @@ TensorFloat32 is off.
 """
 
 NOTES = """
-*Allocated* is `torch.cuda.max_memory_allocated()`, beside `step.allocated()`; *reserved* is `max_memory_reserved()`
-after a fresh start, beside `step.reserved()`; errors are those of the nearest end of the interval, and beside them
-those of its middle. A step's seconds are the median of five, beside `step.time(device)`; *inside* counts figures in
-their interval.
+## How to read the tables
 
-**What was fitted to the steps of the H100:** what cuDNN keeps of recurrent networks and takes for them and for
-convolutions; that the workspace of cuBLASLt is 1 MiB; that products are {alone} times as fast on a GPU by itself as in
-the published runs, which share power and multiprocessors with communication; how fast float32, convolutions, short and
-memory-efficient attention are; and what issuing an operator takes. **What was not:** the operators and their results,
-the order in which memory is allocated and released, the streams of FSDP and the rules of the allocator, which follow
-torch's sources. To the H200 only this was fitted: how fast batch norms are, what convolutions in float32 take for a
-moment, and how long issuing an operator takes at worst.
+Memory is in GiB. *Allocated* is `torch.cuda.max_memory_allocated()`, beside `step.allocated()`; *reserved* is
+`max_memory_reserved()` after a fresh start, beside `step.reserved()`; *active* counts what waits for another stream
+before it is free, beside `step.active()`. A step's seconds are the median of five, beside `step.time(device)`. An error
+of memory is the distance from the nearest end of the forecast's interval, and in the columns of the middle from its
+middle; an error of time is the distance from the usual forecast. *Inside* counts figures in their interval.
+
+**Fitted to the steps of the H100:** cuDNN's memory for recurrent networks and convolutions; cuBLASLt's workspace of 1
+MiB; that products are {alone} times as fast on a GPU by itself as in the published runs, where communication takes
+power and multiprocessors; the speed of float32, convolutions, and short and memory-efficient attention; the time to
+issue an operator. To the H200: the speed of batch norms, the memory of convolutions in float32, and the longest time
+to issue an operator. **Not fitted:** operators and their results, the order of allocations, the streams of FSDP and
+the rules of the allocator, which follow torch's sources.
 
 **What is off, as far as we know:**
 
-- *Small models wait for the CPU.* These two, of virtual machines, needed 40 to 50 us for an operator; the forecast is
-  20, and its interval begins at 6 and ends at 50. Such are steps whose CPU has issued all just before they end.
+- *Small models wait for the CPU.* The CPUs of both virtual machines needed 40 to 50 us for an operator. The forecast is
+  20 us, with an interval from 6 to 50. In these steps the CPU finishes issuing just before they end.
 - *llama 8B without recomputation reserves up to 4 GiB more than its replay.* The GPU's own allocations, replayed
-  through our model of the allocator, reserve what they did there. But where a block of 16 MiB lies decides whether a
-  request of 4 GiB finds a free segment, and our replay puts it elsewhere. So an interval is longer by such a buffer
-  of gradients, if it is an eighth of all, and the step has no other request like it.
-- *The optimizer of the offloaded step* ran on 16 threads, and the forecast counts with one, as torchrun starts a rank;
-  the interval has both.
+  through our model of the allocator, reserve what they did there. But the position of a block of 16 MiB decides whether
+  a request of 4 GiB finds a free segment, and our replay puts it elsewhere. So an interval is longer by a buffer of
+  gradients that is an eighth of all memory and the only request of its size.
+- *The optimizer of the offloaded step* ran on 16 threads. The forecast counts with one, as torchrun starts a rank; the
+  interval has both.
 
-A step of an LSTM is left out, as its weights lay elsewhere then: see [guards](../explanation/guards.md).
+A step of an LSTM is left out, because its weights had moved: see [guards](../explanation/guards.md).
 
 """
 
 FULL = """
 ## A GPU that is too small for the cache
 
-One rank of 8 of MPT-30b with 8,192 tokens and FSDP1, without the others, on the H100, whose allocator was given less
-than it wants: how often it gave back what was free, in a step of three micro-batches, beside `retries()`. Each time
-took {least:.0f} to {most:.0f} ms beside the {plain:.2f} s of a micro-batch; with other ranks, which wait for each
-other, it may be more. `python -m benchmarks.on_gpu.short_of_memory GIB` measures, `python -m benchmarks.bench_on_gpu`
-forecasts.
+One rank of 8 of MPT-30b with 8,192 tokens and FSDP1 ran on the H100 without the others, and its allocator got less
+memory than it wants. The table shows how often it gave back what was free in a step of three micro-batches, beside
+`retries()`. Each time took {least:.0f} to {most:.0f} ms, and a micro-batch {plain:.2f} s; ranks that wait for each
+other may lose more. `python -m benchmarks.on_gpu.short_of_memory GIB` measures.
 
 """
 
@@ -145,7 +146,7 @@ def page() -> str:
     rows = (row for device in DEVICES for row in _summary(device, lines[device], found[device]))
     text += _table(("forecast", "steps", "median error", "worst", "median of the middle", "worst", "inside"), rows)
     text += NOTES.format(alone=PRESETS["h100"].alone)
-    text += f"## Memory\n\nIn GiB. Steps of both differed on the H200 by {_apart(*lines.values())}.\n\n"
+    text += f"## Memory\n\nSteps of both differed on the H200 by {_apart(*lines.values())}.\n\n"
     head = ("step", "allocated", "forecast", "error", "reserved", "forecast", "error", "of the middle")
     shown = {name: (line, found[device][name]) for device in reversed(DEVICES) for name, line in lines[device].items()}
     text += _table(head, (_memory(name, *pair) for name, pair in shown.items()))

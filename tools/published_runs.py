@@ -33,28 +33,28 @@ A100](published_runs_a100.md).
 
 ## How exact forecasts are
 
-A checksum divides the runs: one half fits the shares of the peaks that kernels reach, the other half tests them. The
-numbers are errors of the usual forecast, for memory those of the nearest end of the interval and those of its middle;
-how often the figure lies in the interval; and the widest interval as high over low.
+A checksum divides the runs: one half fits the shares of the peaks that kernels reach, the other half tests them.
+[Measured on a GPU](measured_on_gpu.md#how-to-read-the-tables) says what the errors are; *widest* is the widest
+interval, as high over low.
 
 """
 
 KERNELS = """
-Eleven figures were fitted: products of matrices reach 0.72 of the peak on A100 and 0.556 on H100, less if a side is
+Eleven figures were fitted. Products of matrices reach 0.72 of the peak on A100 and 0.556 on H100, less if a side is
 short (half at 220 rows or columns); other operators reach 0.7 of the bandwidth, which was chosen among four values by
 both halves; the attention kernels of 2023 that llm-foundry calls reach 0.46 in forward and 0.27 in backward on A100,
 0.21 and 0.168 on H100. Those of torch's flash attention are from its issues and its paper.
 With these for llm-foundry, too, errors are 6.1 % in the median and 32 % at worst in the half that tests: what its
-kernels reach must be known. The steps of fms-acceleration were added when all of this was fixed. Those with adapters
-were 20 to 53 % too slow then, as products in float32 were taken to need sides as long as those of tensor cores; a
-length that follows from the dtype's peak mended it, and was fitted to nothing.
-On the RTX 4090 products reach 1.05 of the peak, as its clock is above the one that this is stated for, and other
-operators 0.9 of the bandwidth, and messages 0.8 of PCIe's 25 GB/s; two of its five steps are those that fit.
+kernels reach must be known. The steps of fms-acceleration were added when all of this was fixed. Forecasts of those
+with adapters were 20 to 53 % too slow at first; a length of sides that follows from the dtype's peak corrected them,
+and was fitted to nothing.
+On the RTX 4090 products reach 1.05 of the peak, because its clock is above the stated one, other operators 0.9 of the
+bandwidth, and messages 0.8 of PCIe's 25 GB/s; two of its five steps fit these shares.
 
-{short} steps are short of memory: `step.retries()`, with FSDP1 and two micro-batches, has torch give back what
-it keeps in its cache while they train. The two that are most off are those in which it does so most often, MPT-30b with
-8,192 tokens on 8 GPUs of 80 GB, 60 of which hold parameters, gradients and optimizer state. How long that takes [is not
-in the forecast](measured_on_gpu.md). Of the other steps none is off by more than {others}.
+{short} steps are short of memory: by `step.retries()`, torch gives back what it keeps in its cache while they train.
+The two with the largest errors are those in which it does so most often, MPT-30b with 8,192 tokens on 8 GPUs of 80 GB,
+60 of which hold parameters, gradients and optimizer state. The time for that [is not in the
+forecast](measured_on_gpu.md#a-gpu-that-is-too-small-for-the-cache). No other step is off by more than {others}.
 
 {retries}
 The interval is the usual forecast with shares 11 % lower or higher, and with slower and faster links.
@@ -65,31 +65,26 @@ Of {all} records, {refused} are left out: {reasons}.
 
 MEMORY = """## Memory
 
-In GiB. *Allocated* is compared with `step.allocated()`, *active* with `step.active()`, which counts what waits for
-another stream before it is free, and *reserved* with `step.reserved(memory=...)` of the GPU; errors are those of the
-nearest end of the interval, and beside them those of its middle. One figure was fitted: 4 % of uncertainty of what is
-reserved.
+*Reserved* is compared with `step.reserved(memory=...)` of the GPU. One figure was fitted: its uncertainty of 4 %.
 
 torchtitan's runs of March 2024 are rebuilt with FSDP2 as it was until torch 2.4, which allocated what it reduces on the
 stream that reduces.
 
 The models of fms-acceleration are rebuilt as transformers and peft computed them: logits twice in float32, adapters in
-float32, GPTBigCode's caches kept while it trains, and blocks recomputed from outside of what shards them, where FSDP1
-holds the input and the gradient of each frozen block until backward ends, which is about a third of what a step of
-Mistral with adapters takes on two GPUs. All twenty of its runs were looked at while that was found out.
+float32, GPTBigCode's caches kept in training, and blocks recomputed from outside of their shard units. There FSDP1
+holds the input and the gradient of each frozen block until backward ends, about a third of a step of Mistral with
+adapters on two GPUs. We looked at all twenty runs to find that out.
 
 LitGPT's models are rebuilt as its script and torch 2.1 ran them: logits in float32, the other factor kept of a product
-with a frozen weight, blocks recomputed and whole gradients kept on several GPUs. Seven of its runs were looked at while
-that was found out; the other twelve, its last ones, were forecast afterwards. Three of these, on several GPUs,
-were 2 to 9 % too high if all samples are as long as the longest, so there an interval was given later on: it begins
-with the first micro-batch, which has the longest sample and no gradients yet, and ends with a later one of the same
-length. How long later ones were is not known.
+with a frozen weight, blocks recomputed and whole gradients kept on several GPUs. We looked at seven of its runs to find
+that out, and forecast the other twelve afterwards. Three of these, on several GPUs, were 2 to 9 % too high if all
+samples are as long as the longest. So they have an interval: it begins with the first micro-batch, which has the
+longest sample and no gradients yet, and ends with a later one of the same length.
 
-Those of fsdp_qlora are rebuilt as its script ran them, and were looked at while it was found out which release of
-transformers that was, by what was allocated, and that wrapping with FSDP1 leaves segments to training. Weights of 4
-bits are unpacked by a copy. With ten samples the GPU was full once, and the allocator took less from then on: 20.97
-GiB, where 23.57 are wanted. A replay with what wrapping leaves, on a GPU of 24 GB, has 20.86; the interval is that of
-all replays.
+The models of fsdp_qlora are rebuilt as its script ran them. We looked at them to find its release of transformers, and
+that wrapping with FSDP1 leaves segments to training. A copy unpacks weights of 4 bits. With ten samples the GPU was
+full once, and the allocator took less from then on: 20.97 GiB, where 23.57 are wanted. A replay with what wrapping
+leaves, on a GPU of 24 GB, has 20.86; the interval covers all replays.
 
 """
 

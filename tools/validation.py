@@ -1,7 +1,7 @@
 """Writes docs/explanation/validation.md: which combinations were tested, with which command, and which never were.
 
-``python tools/validation.py`` reads the releases from noxfile.py, the formats from the package, and the figures from
-benchmarks/results.json, whose date it names.
+``python tools/validation.py`` reads the releases from noxfile.py, the formats from the package, the figures from
+benchmarks/results.json, whose date it names, and those of families of models from tests/models/agreement.jsonl.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ __all__ = ["PAGE", "page"]
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "validation.md"
 
+AGREEMENT = ROOT / "tests" / "models" / "agreement.jsonl"
+"""A row for each run of `nox -s models` that MODELS_TABLE recorded: its name, units, and how far loss and norm are."""
+
 INTRO = """# Validation
 
-On this page you look up what was tested, with which command, and what never ran. `python tools/validation.py` writes
-it. The figures were measured on {date}, with torch {torch} and Python {python}, on two cores without a GPU.
+On this page you look up what was tested, with which command, what never ran, and how far families of real models are
+from one process. `python tools/validation.py` writes it. What benchmarks measured is of {date}, with torch {torch} and
+Python {python}, on two cores without a GPU.
 """
 
 # What was tested, and the command that repeats it. Paths and sessions exist: a test looks.
@@ -31,7 +35,10 @@ TESTS = {
     "Training": [
         ("ten families of real models, in MMEngine, against one process, with a resume", "nox -s models"),
         ("engines and strategies, against one process", "pytest tests/distributed/sharding/test_parity.py"),
-        ("proofs of 21 families of models, and no false alarm", "nox -s false_alarms"),
+        (
+            "proofs of [21 families of models](../appendix/proven_models.md), and no false alarm",
+            "nox -s false_alarms",
+        ),
         ("faults in a training loop, each found where it begins", "nox -s parity"),
         ("groups of ranks within a world of 6 and 8", "pytest tests/distributed/sharding/test_sub_meshes.py"),
         ("`Trainer`, accelerate, Lightning Fabric", "pytest tests/distributed/test_frameworks.py"),
@@ -70,6 +77,44 @@ TESTS = {
     ],
 }
 
+FAMILIES = {
+    "deit": ("`DeiTForImageClassification`, layer-wise learning rates", "`DeiTLayer`"),
+    "swin": ("`SwinForImageClassification`", "`SwinLayer`, `SwinPatchMerging`"),
+    "convnext": ("`ConvNextForImageClassification`", "`ConvNextLayer`"),
+    "convnext+EMA": ("the same with `EMAHook`", "`ConvNextLayer`"),
+    "resnet": ("`ResNetForImageClassification`, two parts frozen, `norm_eval`", "`ResNetStage`"),
+    "resnet (DDP)": ("the same with batch statistics, against DDP", "`ResNetStage`"),
+    "mae": ("`ViTMAEForPreTraining`, fixed positions frozen", "`ViTMAELayer`"),
+    "segformer": ("`SegformerForSemanticSegmentation`, `norm_eval`", "`SegformerLayer`, head"),
+    "detr": ("`DetrForObjectDetection` on a ResNet with frozen batch norm", "layers of both halves, `ResNetStage`"),
+    "gpt2": ("`GPT2LMHeadModel`, tied", "`GPT2Block`"),
+    "bert": ("`BertForMaskedLM`, tied twice", "`BertLayer`, `BertEmbeddings`"),
+    "llama": ("`LlamaForCausalLM`", "`LlamaDecoderLayer`"),
+}
+
+MODELS = """## Families of real models
+
+`nox -s models` builds each family of transformers with a few layers and random weights, and trains it through
+`FlexibleRunner` and `FSDPStrategy` for 10 steps on 2 ranks in float32: AdamW with parameter groups, `clip_grad`, a
+warm-up, validation, checkpoints. One process trains on the same global batches. Losses and gradient norms must agree to
+1e-5, optimizer groups and validation must be the same, and a run that resumes at step 5 must be equal to the bit.
+Dropout is 0, because ranks draw other random numbers than one process. The columns are the units of a policy by size,
+by class and by name, and the largest relative deviation of all three.
+
+"""
+
+OLD = """
+With arguments as written for MMEngine's own classes (`FULL_SHARD` and `SHARD_GRAD_OP`, each `auto_wrap_policy`,
+`backward_prefetch`, `sync_module_states`), on engines `fsdp2` and `fsdp1`, DeiT, SegFormer and GPT-2 are at most {loss}
+and {norm} apart. Llama with `mixed_precision` in bfloat16 is {bf16_loss} and {bf16_norm} from float32.
+
+Such models need only a policy, with two exceptions. MMEngine's optimizer constructor sees a tied weight twice: set
+`paramwise_cfg=dict(bypass_duplicate=True)`, as without sharding. A size policy with engine `fsdp1` on a model that
+iterates over an `nn.Sequential` without calling it needs `exclude_wrap_modules=['Sequential', 'ModuleList',
+'ModuleDict']`, as the error says. Batch norm with statistics of each rank's batch differs from a single process,
+sharded or not, so one row is compared with DDP, and does not resume.
+"""
+
 NEVER = """## What never ran
 
 - **Several GPUs.** One H100, and for a third of them an H200, ran the tests of `pytest -m gpu` that one GPU can run,
@@ -97,6 +142,9 @@ def page() -> str:
         "[compatibility](../reference/compatibility.md#torch) has each run's result.\n",
         "## Forecasts and agreement\n",
         _table(("figure", "value", "command"), _figures(results)),
+    ]
+    parts += [
+        MODELS + _table(("family", "units by class", "units", "loss", "norm"), _families()) + OLD.format(**_old())
     ]
     for title, rows in TESTS.items():
         parts += [f"## {title}\n", _table(("tested", "command"), [(what, f"`{command}`") for what, command in rows])]
@@ -150,6 +198,32 @@ def _figures(results: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
         f"{ratio['median']:.3f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
         bench("step"),
     )
+
+
+def _agreement() -> dict[str, tuple[int, float, float]]:
+    """Return units and deviations of loss and norm, by the name of the run."""
+    rows = map(json.loads, AGREEMENT.read_text(encoding="utf-8").splitlines())
+    return {name: (units, loss, norm) for name, units, loss, norm, *_ in rows}
+
+
+def _families() -> Iterable[tuple[str, ...]]:
+    found = _agreement()
+    for family, (built, unit) in FAMILIES.items():
+        units, losses, norms = zip(*(found[f"{family} {kind}"] for kind in ("size", "class", "name")), strict=True)
+        yield built, unit, ", ".join(map(str, units)), _short(max(losses)), _short(max(norms))
+
+
+def _old() -> dict[str, str]:
+    found = _agreement()
+    figures = {}
+    for prefix, kind in (("", " old, "), ("bf16_", " bf16, ")):
+        _, losses, norms = zip(*(row for name, row in found.items() if kind in name), strict=True)
+        figures |= {f"{prefix}loss": _short(max(losses)), f"{prefix}norm": _short(max(norms))}
+    return figures
+
+
+def _short(deviation: float) -> str:
+    return f"{deviation:.0e}".replace("e-0", "e-") if deviation else "0"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -48,7 +48,7 @@ def check_equal(outcome: Outcome, expected: Outcome, tolerance: float = 1e-5) ->
 
 
 def note(name: str, outcome: Outcome, expected: Outcome) -> None:
-    """Append a row of the table in docs/explanation/models.md to the file that MODELS_TABLE names, if it does."""
+    """Append a row to the file that MODELS_TABLE names, if it does: tests/models/agreement.jsonl has them all."""
     if path := os.environ.get("MODELS_TABLE"):
         row = [name, len(outcome.units), deviation(outcome.losses, expected.losses)]
         row += [deviation(outcome.norms, expected.norms), outcome.metrics[-1]["accuracy"]]
