@@ -118,16 +118,14 @@ def megatron_run() -> None:
     (DIR / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def old_megatron() -> None:
-    for part in ("mp_rank_00", "mp_rank_01"):
-        (DIR / part).mkdir(parents=True)
-        torch.save({"model": weights()}, DIR / part / "model_optim_rng.pt")
+def parts(name: str) -> Callable[[], None]:
+    def make() -> None:
+        for number in range(2):
+            path = DIR / name.format(number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": weights()}, path)
 
-
-def parts_of_llama() -> None:
-    DIR.mkdir()
-    for part in range(2):
-        torch.save(weights(), DIR / f"consolidated.0{part}.pth")
+    return make
 
 
 def titan() -> None:
@@ -195,8 +193,10 @@ MAKERS: dict[str, list[Callable[[], None]]] = {
     "*.safetensors": [folder, sample("index")],
     "pytorch_model*.bin": [sample("bins")],
     "*.ckpt": [one_file("epoch=1-step=2.ckpt")],
-    "consolidated.00.pth consolidated.01.pth": [parts_of_llama],
-    "mp_rank_*": [old_megatron],
+    "consolidated.00.pth consolidated.01.pth": [parts("consolidated.0{}.pth")],
+    "*model_part-0.pt *model_part-1.pt": [parts("reshard-model_part-{}.pt")],
+    "mp_rank_*": [parts("mp_rank_0{}/model_optim_rng.pt")],
+    "tp_rank_*": [parts("tp_rank_0{}_pp_rank_000/model_weights.ckpt")],
     "*.pth": [one_file("model.pth")],
     "*.pt": [one_file("model.pt")],
     "*.bin": [one_file("model.bin")],
@@ -255,5 +255,5 @@ def refused() -> None:
     inner = [str(path) for path in sorted(DIR.rglob("*")) if path.is_file()]
     said = [invoke("convert", path, "weights.safetensors") for path in [str(DIR), *inner]]
     assert all(done.exit_code for done in said)
-    helpful = r"reads it|its save did not finish|merges Meta's files|--ckpt-convert-format torch_dist"
+    helpful = r"reads it|its save did not finish|merges (Meta's|its) files|--ckpt-convert-format torch_dist"
     assert re.search(helpful, "".join(done.stderr for done in said))

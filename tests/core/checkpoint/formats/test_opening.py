@@ -47,6 +47,8 @@ def test_every_file_is_read_again_and_few_are_open(paths: list[Path]) -> None:
         (["consolidated.00.pth", "consolidated.01.pth"], "convert_llama_weights_to_hf"),
         (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "--ckpt-convert-format torch_dist"),
         (["mp_rank_00_000/model_rng.pt", "mp_rank_00_001/model_rng.pt"], "--ckpt-convert-format torch_dist"),
+        (["tp_rank_00_pp_rank_000/model.ckpt", "tp_rank_01_pp_rank_000/model.ckpt"], "change_num_partitions"),
+        (["opt175b-model_part-0.pt", "opt175b-model_part-1.pt"], "convert_to_singleton"),
     ],
 )
 def test_a_part_of_a_divided_model_is_not_written_as_a_whole(names: list[str], advice: str, tmp_path: Path) -> None:
@@ -58,11 +60,30 @@ def test_a_part_of_a_divided_model_is_not_written_as_a_whole(names: list[str], a
             convert(tmp_path / name, tmp_path / "out.pth")
         assert advice in str(caught.value)
         assert f"and {other} another" in str(caught.value)
+    with pytest.raises(CheckpointNotFoundError, match=advice):
+        open_layout(tmp_path)
     assert "of which this file holds one" in str(verify(tmp_path / names[0]).unchecked)
     convert(tmp_path / names[0], tmp_path / "part.pth", source_format="torch_zip")
     # Alone, a file of this name holds the whole model.
     (tmp_path / names[1]).unlink()
     convert(tmp_path / names[0], tmp_path / "whole.pth")
+
+
+def test_files_of_ranks_that_hold_other_weights_are_not_one_checkpoint(tmp_path: Path) -> None:
+    def save(other: dict[str, torch.Tensor]) -> None:
+        whole = {"w": torch.ones(2, 4), "v": torch.ones(4, 2), "queue": torch.zeros(2, 2), "mean": torch.zeros(2)}
+        for rank, held in enumerate([whole, whole | other]):
+            torch.save({"state_dict": held}, tmp_path / f"rank{rank}.pth")
+
+    save({"queue": torch.ones(2, 2), "mean": torch.ones(2)})  # buffers
+    assert open_layout(tmp_path).world_size == 2
+    for other in ({"w": torch.zeros(2, 4), "v": torch.zeros(4, 2)}, {"layers.1.weight": torch.ones(2, 4)}):
+        save(other)
+        with pytest.raises(
+            FormatError, match=rf"hold no shards of FSDP, but other weights, such as '{next(iter(other))}'"
+        ):
+            open_layout(tmp_path)
+    open_layout(tmp_path / "rank0.pth")
 
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten"])

@@ -22,6 +22,7 @@ from mmfsdp.checkpoint.formats.common.format import Format
 from mmfsdp.checkpoint.formats.common.other_frameworks import what_to_use
 from mmfsdp.checkpoint.formats.common.source import INDEX_SUFFIX, PART_FILE, SourcePath
 from mmfsdp.checkpoint.formats.registry import FORMATS, find_format
+from mmfsdp.checkpoint.formats.torch_files.model_parts import what_merges
 from mmfsdp.checkpoint.integrity import refuse_special
 from mmfsdp.checkpoint.layout import Layout
 from mmfsdp.errors import (
@@ -188,6 +189,8 @@ def _nearby(source: SourcePath) -> str:
     inner = _checkpoints_within(path, names) or [
         f"{name}/{below}" for name in names[:_MOST_DIRECTORIES] for below in _checkpoints_within(path / name)
     ]
+    if inner and (merges := what_merges(path / inner[0])):
+        return f" {merges}"
     if inner:
         return f" Open a checkpoint within it: {name_list(inner)}."
     if names and not unfinished and not is_remote(path):

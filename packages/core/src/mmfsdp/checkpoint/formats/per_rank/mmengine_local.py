@@ -177,7 +177,33 @@ def _read_ranks(files: RankFiles) -> list[_LocalFile]:
         )
     for rank in ranks[1:]:
         check_same_save(ranks[0].path, ranks[0].tree, rank.path, rank.tree)
+        if files.of_mmengine and not any(part.shards for part in ranks):
+            _check_whole(ranks[0], rank)
     return ranks
+
+
+def _check_whole(first: _LocalFile, other: _LocalFile) -> None:
+    """Raise if two files without a shard hold other weights: those of tensor-parallel ranks or pipeline stages.
+
+    FSDP's NO_SHARD gives every rank the same weights. A buffer may differ, so one matrix alone says nothing.
+    """
+    ours, theirs = (dict(find_leaves(file.tree["state_dict"], PickledTensor)) for file in (first, other))
+    matrices = [name for name, held in ours.items() if len(held.shape) > 1 and name in theirs]
+    differing = [name for name in matrices if _identity(ours[name]) != _identity(theirs[name])]
+    if {*ours} == {*theirs} and 2 * len(differing) <= len(matrices):
+        return
+    name = min({*ours} ^ {*theirs}, default="") or differing[0]
+    raise FormatError(
+        f"{first.path.name} and {other.path.name} hold no shards of FSDP, but other weights, such as {name!r}: parts "
+        "of tensors under tensor parallelism, or stages of a pipeline, and nothing says how they belong together. If "
+        "one file is whole, open it instead of its directory. Otherwise save the model with torch's distributed "
+        "checkpoint (DCP), or whole by one rank.",
+        file=str(first.path),
+    )
+
+
+def _identity(held: PickledTensor) -> tuple[Any, ...]:
+    return held.dtype, held.shape, held.offset - held.record.offset, held.record.nbytes, held.record.crc32
 
 
 def _rank(path: Path, tree: Any, files: RankFiles) -> _LocalFile:
