@@ -58,6 +58,10 @@ def test_programs_get_a_list_of_all_pages() -> None:
     assert all((ROOT / "docs" / name).exists() for name in names)
 
 
+def test_the_changelog_is_for_users() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def metadata(**changes: str) -> dict[str, bytes]:
     fields = {
         "Metadata-Version": "2.4",
