@@ -111,4 +111,4 @@ def _targets(path: Path, page: _Page) -> Iterator[tuple[str, Path, str]]:
 if __name__ == "__main__":
     broken = [line for path in markdown_files() for line in broken_in_markdown(path)]
     broken += [line for folder in sys.argv[1:] for line in broken_in_site(Path(folder))]
-    sys.exit("\n".join(broken))
+    sys.exit("\n".join(broken) or None)

@@ -140,4 +140,4 @@ def _wrong_files(files: Mapping[str, bytes], package: Path, is_wheel: bool) -> I
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit("Give the folder with the wheels and sdists and, for a tag, its version.")
-    sys.exit("\n".join(check(Path(sys.argv[1]), *sys.argv[2:])))
+    sys.exit("\n".join(check(Path(sys.argv[1]), *sys.argv[2:])) or None)
