@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,17 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A processor with AMX holds more in convolutions of 16 bits than rehearsals say: docs/explanation/rehearsal_time.md.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Files that need more of the repository than an sdist has, which is one package and its tests.
+NEED_REPOSITORY = [
+    *("cli/test_cli_remote.py", "cli/with_torch/test_cli_layouts.py", "cli/with_torch/test_cli_pickled_names.py"),
+    *(f"core/checkpoint/formats/test_{name}.py" for name in ("deepspeed", "megatron", "rules", "torch_checkpointing")),
+    *("core/basics/test_installing.py", "core/basics/test_torch_releases.py", "core/collective/test_trees.py"),
+    *("core/config/test_documentation.py", "core/saving/test_shared_files.py", "core/test_errors.py"),
+    *(f"mmengine_adapter/test_{name}.py" for name in ("docs_arguments", "hooks", "out_dirs")),
+]
+IN_REPOSITORY = Path(__file__).parents[1].joinpath("noxfile.py").exists()
+collect_ignore = [] if IN_REPOSITORY else NEED_REPOSITORY
 
 
 def pytest_configure(config: pytest.Config) -> None:
