@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.core.test_public_api import SUBPACKAGES as COMPARED
 from tests.doc_pages import ROOT
 from tests.test_architecture import LEVELS
 from tools import compatibility
@@ -96,8 +97,15 @@ def test_files_of_others_are_found() -> None:
     assert [line.partition(":")[0] for line in notices_in(files)] == ["a.py", "b.py"]
 
 
+SUBPACKAGES = ["mmfsdp", *(f"mmfsdp.{name}" for level in LEVELS for name in level)]
+
+
+def test_no_public_name_changes_by_accident() -> None:
+    assert {*COMPARED} == {*SUBPACKAGES}
+
+
 def test_the_policy_names_what_is_experimental() -> None:
-    modules = ["mmfsdp", *(f"mmfsdp.{name}" for level in LEVELS for name in level), "mmfsdp_mmengine"]
+    modules = [*SUBPACKAGES, "mmfsdp_mmengine"]
     marked = {
         name
         for module in map(importlib.import_module, modules)

@@ -23,6 +23,7 @@ SUBPACKAGES = (
     "mmfsdp.config",
     "mmfsdp.errors",
     "mmfsdp.frontends",
+    "mmfsdp.optimizers",
     "mmfsdp.parity",
     "mmfsdp.planning",
     "mmfsdp.rehearsal",
