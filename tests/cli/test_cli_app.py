@@ -193,6 +193,12 @@ def test_options_are_called_the_same_in_every_command() -> None:
     }.items():
         having = {name for name in COMMANDS if isinstance(parameters(name).get(option), click.Option)}
         assert having == commands, option
+    taken = {
+        name: option.metavar for name in COMMANDS if isinstance(option := parameters(name).get("ranks"), click.Option)
+    }
+    assert {name for name, metavar in taken.items() if metavar == "N"} == {"fit", "prove"}, (
+        "they arrange ranks themselves"
+    )
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run/epoch_1", "gs://b/x.pth", "hf://org/model", "https://host/x.pth"])

@@ -26,7 +26,7 @@ __all__ = ["fit_command"]
 
 
 @click.command("fit", cls=Command)
-@takes_model("Number of ranks, 8 by default; how they are arranged is searched")
+@takes_model("Number of ranks, 8 by default; how they are arranged is searched", replicas=False)
 @takes_step
 @option(
     "--memory", section="Step", metavar="SIZE", help="Memory of the device, such as 80GiB; by default all that it has."

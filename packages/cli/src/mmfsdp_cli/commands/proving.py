@@ -30,7 +30,7 @@ _STEP = "Step"
 
 
 @click.command("prove", cls=Command)
-@takes_model("Number of ranks to shard over, by default 2, or all of torchrun")
+@takes_model("Number of ranks to shard over, by default 2, or all of torchrun", replicas=False)
 @takes_batch
 @option("--optimizer", section=_STEP, metavar="NAME", help="The optimizer; by default that of the plan, or AdamW.")
 @option(

@@ -80,8 +80,8 @@ class StepChoice(BatchChoice):
             raise click.BadParameter("needs --optimizer", param_hint="--optimizer-arg")
 
 
-def takes_model(help_of_ranks: str) -> Decorator:
-    """Give a command the argument ``chosen``, a `ModelChoice`."""
+def takes_model(help_of_ranks: str, *, replicas: bool = True) -> Decorator:
+    """Give a command the argument ``chosen``, a `ModelChoice`; ``replicas`` is for `ranks`."""
     return _grouped(
         ModelChoice,
         "chosen",
@@ -92,7 +92,7 @@ def takes_model(help_of_ranks: str) -> Decorator:
                 "checkpoint.",
             ),
             model_arguments,
-            ranks("Model", help_of_ranks),
+            ranks("Model", help_of_ranks, replicas=replicas),
             config_file("Settings as JSON, TOML or YAML; by default those of an MMEngine config, if MODEL is one."),
             several(
                 "--set",

@@ -146,9 +146,10 @@ def keep(default: str) -> Decorator:
     )
 
 
-def ranks(section: str, help: str) -> Decorator:
-    """Take a number of ranks."""
-    return option("--ranks", section=section, metavar="N|RxS", help=f"{help}; 2x4 is two replicas of four shards.")
+def ranks(section: str, help: str, *, replicas: bool = True) -> Decorator:
+    """Take a number of ranks, also as replicas and shards unless the command arranges them."""
+    metavar, form = ("N|RxS", "; 2x4 is two replicas of four shards.") if replicas else ("N", ".")
+    return option("--ranks", section=section, metavar=metavar, help=f"{help}{form}")
 
 
 def shapes_from(command: Function) -> Function:
