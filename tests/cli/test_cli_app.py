@@ -246,17 +246,17 @@ def test_bash_completes(tmp_path: Path, words: str, completed: str) -> None:
 
 NEEDING_NUMPY = {
     "inspect --stats": "inspect {a} --tensor head --stats",
-    "convert --dtype": "convert {a} out.pth --dtype bf16",
-    "convert --quantize": "convert {a} out.safetensors --quantize fp8",
-    "average": "average {a} {a} out.pth",
-    "merge-lora": "merge-lora {a} adapter out.pth",
-    "delta": "delta {a} {a} out.pth",
-    "apply-delta": "apply-delta {a} {a} out.pth",
+    "convert --dtype": "convert {a} {t}/out.pth --dtype bf16",
+    "convert --quantize": "convert {a} {t}/out.safetensors --quantize fp8",
+    "average": "average {a} {a} {t}/out.pth",
+    "merge-lora": "merge-lora {a} {t}/adapter {t}/out.pth",
+    "delta": "delta {a} {a} {t}/out.pth",
+    "apply-delta": "apply-delta {a} {a} {t}/out.pth",
     "diff --rtol": "diff {a} {a} --rtol 0.1",
     "diff --atol": "diff {a} {a} --atol 0.1",
     "diff --ignore-dtypes": "diff {a} {a} --ignore-dtypes",
     "diff --dequantize": "diff {a} {a} --dequantize",
-    "diff --html": "diff {a} {a} --html page.html",
+    "diff --html": "diff {a} {a} --html {t}/page.html",
 }
 
 
@@ -276,9 +276,9 @@ def test_help_says_what_needs_numpy(tmp_path: Path) -> None:
 
     lines = [
         *NEEDING_NUMPY.values(),
-        "convert {a} out.pth",
+        "convert {a} {t}/out.pth",
         "verify {a}",
-        "diff {a} out.pth --keep model",
+        "diff {a} {t}/out.pth --keep model",
         "inspect {a}",
     ]
     code = (
@@ -287,9 +287,9 @@ def test_help_says_what_needs_numpy(tmp_path: Path) -> None:
         "found = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]\n"
         "print(json.dumps([[one.exit_code, one.output] for one in found]))"
     )
-    source = str(golden("epoch_3.pth", tmp_path))
-    words = json.dumps([line.format(a=source).split() for line in lines])
-    done = subprocess.run([sys.executable, "-c", code, words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    source = golden("epoch_3.pth", tmp_path)
+    words = json.dumps([line.format(a=source, t=tmp_path).split() for line in lines])
+    done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True, check=True)
     for line, (exit_code, output) in zip(lines, json.loads(done.stdout), strict=True):
         needs = line in NEEDING_NUMPY.values()
         assert exit_code == (2 if needs else 0), (line, output)
