@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from tests.doc_pages import ROOT
 
+from mmfsdp.checkpoint import known_formats, known_recipes
+
 PAGES = [ROOT / "docs" / "howto" / name for name in ("troubleshooting.md", "get_weights.md")]
 _TABLE = r"^\| (?:the )?message \|.*?(?=\n\n)"
 _ROWS = [
@@ -40,3 +42,18 @@ def test_message_exists(message: str) -> None:
     parts = [re.escape(part) for part in re.split(r"\s*\.\.\.,?\s*", message) if part]
     assert parts
     assert re.search(r"[^\n]*?".join(parts), sources()), f"no message says {message!r}"
+
+
+def test_the_page_of_formats_lists_each() -> None:
+    text = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` ?(?:\((.*?)\))? \|", text, flags=re.MULTILINE))
+    assert {*listed} == {info.name for info in known_formats()}
+    for info in known_formats():
+        assert listed[info.name].startswith("written, not read") == (not info.reads)
+        assert ("written" in listed[info.name]) == info.writes
+        assert info.aliases[:1] == tuple(re.findall("as `(.*)`", listed[info.name]))
+
+
+def test_the_page_of_recipes_names_each() -> None:
+    text = (ROOT / "docs" / "howto" / "recipes.md").read_text(encoding="utf-8")
+    assert [info.name for info in known_recipes() if f"`{info.name}`" not in text] == []

@@ -39,16 +39,6 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in.pth"
 
 
-def test_the_page_lists_every_format() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `(\w+)` ?(?:\((.*?)\))? \|", text, flags=re.MULTILINE))
-    assert {*listed} == {info.name for info in known_formats()}
-    for info in known_formats():
-        assert listed[info.name].startswith("written, not read") == (not info.reads)
-        assert ("written" in listed[info.name]) == info.writes
-        assert all(f"`{alias}`" in listed[info.name] for alias in info.aliases[:1] if "as `" in listed[info.name])
-
-
 def test_the_names_listed_are_those_accepted(source: Path) -> None:
     (directory := source.with_name("a_directory")).mkdir()
     for info in known_formats():
