@@ -20,7 +20,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Files that need more of the repository than an sdist has, which is one package and its tests.
 NEED_REPOSITORY = [
-    *("cli/test_cli_remote.py", "cli/with_torch/test_cli_layouts.py", "cli/with_torch/test_cli_pickled_names.py"),
+    "cli/test_cli_remote.py",
+    *(f"cli/with_torch/test_cli_{name}.py" for name in ("get_weights", "layouts", "pickled_names")),
     *(f"core/checkpoint/formats/test_{name}.py" for name in ("deepspeed", "megatron", "rules", "torch_checkpointing")),
     *("core/basics/test_installing.py", "core/basics/test_torch_releases.py", "core/collective/test_trees.py"),
     *("core/config/test_documentation.py", "core/saving/test_shared_files.py", "core/test_errors.py"),
