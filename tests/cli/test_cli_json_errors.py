@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tests.cli.support import golden, invoke, run, write_safetensors
 from mmfsdp_cli.main import app
 
 CONTEXT = click.Context(app)
+# What needs numpy asks for it before it reads anything.
+NOTHING_THERE = "CheckpointNotFoundError" if importlib.util.find_spec("numpy") else "ConfigError"
 
 
 def commands() -> list[str]:
@@ -54,9 +57,9 @@ def test_usage_errors_of_every_command(name: str) -> None:
         (["convert", "{whole}", "{whole}"], 2, None),
         (["convert", "{torn}", "{target}"], 1, "CorruptCheckpointError"),
         (["convert", "{whole}", "{target}", "--dtype", "float33"], 2, "ConfigError"),
-        (["average", "{whole}", "nothing.pth", "{target}"], 2, "CheckpointNotFoundError"),
-        (["merge-lora", "{whole}", "nothing", "{target}"], 2, "CheckpointNotFoundError"),
-        (["delta", "{whole}", "nothing.pth", "{target}"], 2, "CheckpointNotFoundError"),
+        (["average", "{whole}", "nothing.pth", "{target}"], 2, NOTHING_THERE),
+        (["merge-lora", "{whole}", "nothing", "{target}"], 2, NOTHING_THERE),
+        (["delta", "{whole}", "nothing.pth", "{target}"], 2, NOTHING_THERE),
         (["apply-delta", "{whole}", "{whole}", "{target}"], None, None),
         (["plan", "no_such_module:factory"], 2, None),
         (["doctor", "nothing.py"], None, None),
