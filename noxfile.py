@@ -91,9 +91,8 @@ def core_alone(session: nox.Session) -> None:
     expect_absent(session, "mmengine", "mmfsdp_mmengine", "mmfsdp_cli", "click")
     expect_absent(session, *TEST_TRUTHS)
     session.run("python", "-c", "import mmfsdp, mmfsdp.checkpoint, mmfsdp.config")
-    install(session, *TEST_TRUTHS)
+    install(session, *TEST_TRUTHS, "transformers>=5")
     session.run("python", "-m", "pytest", "tests/core", *session.posargs)
-    install(session, "transformers>=5")
     session.run("python", "-m", "pytest", "tests/test_docs.py", "-k", "blocks_run and README")
 
 
