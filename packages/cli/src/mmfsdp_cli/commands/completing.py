@@ -19,6 +19,8 @@ def completion_command(context: click.Context, shell: str) -> None:
     """Print the script with which a shell completes commands, options and values.
 
     For bash, put this into ~/.bashrc: eval "$(mmfsdp-cli completion bash)"
+
+    Exit codes: 0 done; 2 there is no such shell.
     """
     kind = get_completion_class(shell)
     if kind is None:

@@ -22,7 +22,10 @@ _WIDEST = 80
 @click.command("formats", cls=Command)
 @json_report
 def formats_command(as_json: bool) -> None:
-    """List the formats. Every format that can be read converts to every format that can be written."""
+    """List the formats. Every format that can be read converts to every format that can be written.
+
+    Exit codes: 0 done; 2 an argument is wrong.
+    """
     with reporting_errors():
         from mmfsdp.basics import Column
         from mmfsdp.checkpoint import known_formats

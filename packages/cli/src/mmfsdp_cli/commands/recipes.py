@@ -18,7 +18,10 @@ __all__ = ["recipes_command"]
 @argument("name", required=False, help="The recipe to print; lists all of them by default.")
 @json_report
 def recipes_command(name: str | None, as_json: bool) -> None:
-    """List the recipes that --recipe of convert takes by name, or print one to copy and change."""
+    """List the recipes that --recipe of convert takes by name, or print one to copy and change.
+
+    Exit codes: 0 done; 2 there is no such recipe, or an argument is wrong.
+    """
     with reporting_errors():
         from mmfsdp.basics import Column
         from mmfsdp.checkpoint import known_recipes
