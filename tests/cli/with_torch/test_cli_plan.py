@@ -163,7 +163,7 @@ def test_a_batch_rehearses_a_step() -> None:
     step = advise(wrapped(), build(), torch.empty(6, 4, device="meta"), mesh=2)
     arguments = (*BLOCKS, "--ranks", 2, "--batch", "6x4")
     told = "With AdamW; for another one: --optimizer sgd-momentum, torch.optim:Adagrad, ..."
-    assert rehearse(*arguments) == (0, f"{truth}\n\n{step}\n\n{told}\n", "")
+    assert rehearse(*arguments) == (0, f"{step}\n\n{truth}\n\n{told}\n", "")
     shown = rehearse(*arguments, "--json")[1]
     assert json.loads(shown)["rehearsal"] == json.loads(json.dumps(step.describe()))
     assert mmfsdp.ShardPlan.from_json(shown) == truth

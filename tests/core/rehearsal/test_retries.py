@@ -12,6 +12,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp import errors
+from mmfsdp.basics.text import human_bytes, human_range
 from mmfsdp.rehearsal import Allocation, Rehearsal, Retries, report
 from mmfsdp.rehearsal.allocator.caching import CachingAllocator, DeviceFullError
 from mmfsdp.rehearsal.allocator.kept import retries_said
@@ -113,23 +114,30 @@ def test_a_rehearsal_says_that_a_gpu_is_too_small() -> None:
     large = rehearsed(80)
     assert not large.retries()
     assert large.short_of_memory() == ""
+    assert str(large).startswith(f"{large.verdict()}\nPeak of rank 0")
+    low, high = (f"{count / GIB:.2f}" for count in large.device_bytes())
+    assert large.verdict() == f"{low} to {high} of 80.00 GiB: fits"
     assert large.describe()["retries"]["number"] == {"low": 0, "high": 0}
     small = rehearsed(16)
     assert small.retries().number[0] == 2
     said = small.short_of_memory()
     assert said in str(small).splitlines()
+    assert small.verdict().endswith(" of 16.00 GiB: fits, but torch empties its cache in each step")
     assert "cached memory back" in said
     assert "expandable_segments:True takes" in said
     assert said in report(small).replace("&#x27;", "'")
     tiny = rehearsed(large.peak.nbytes / GIB)
     assert tiny.retries().fits == (False, False)
     assert "memory runs out" in tiny.short_of_memory()
+    assert tiny.verdict().endswith(": does not fit")
 
 
 def test_the_memory_may_be_that_of_another_gpu() -> None:
     step = rehearsed(None)
     assert step.describe()["retries"] is None
     assert step.short_of_memory() == ""
+    assert step.verdict() == f"{human_range(step.device_bytes())} of each GPU"
+    assert step.verdict("79.1GiB").endswith(" of 79.10 GiB: fits")
     assert not step.retries("79.1GiB")
     assert step.retries(step.peak.nbytes).fits == (False, False)
     with pytest.raises(errors.ConfigError, match="How much memory the GPU has is not known"):
@@ -137,6 +145,7 @@ def test_the_memory_may_be_that_of_another_gpu() -> None:
     with pytest.raises(errors.ConfigError, match="has no unit"):
         step.retries("80")
     cpu = mmfsdp.rehearse(None, nn.Linear(8, 8), torch.ones(2, 8), device_type="cpu")
+    assert cpu.verdict() == f"{human_bytes(cpu.peak.nbytes)} at the peak"
     assert cpu.retries(1) == Retries()
 
 

@@ -102,12 +102,15 @@ def rehearse_command(
         elif chart:
             say_lines(timeline_chart(found, terminal_width() or 80).split("\n"), 0)
         else:
+            verdict, _, rest = str(found).partition("\n")
+            say(verdict, bold=True)
+            say(rest)
+            if time is not None:
+                say(f"\n{time.table(width=terminal_width())}")
+            say("")
             if suggested:
                 say_suggested(chosen.model)
             print_plan(plan, every_unit=every_unit, limit=limit)
-            say(f"\n{found}")
-            if time is not None:
-                say(f"\n{time.table(width=terminal_width())}")
             for sentence in () if evaluates and step.batch else training.assumed:
                 say(f"\nRehearsed with {sentence}.")
             named = plan.optimizer or step.optimizer or (source and source.optimizer())

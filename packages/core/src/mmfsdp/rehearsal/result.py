@@ -14,7 +14,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.allocator.accounting import held_at, highest, ordered, series, shares
 from mmfsdp.rehearsal.allocator.device_memory import beside_allocator, taken_ranges, workspaces_of
-from mmfsdp.rehearsal.allocator.retries import Retries, retries_of, retries_text
+from mmfsdp.rehearsal.allocator.retries import Retries, retries_of, retries_text, verdict_text
 from mmfsdp.rehearsal.allocator.waiting import released_late
 from mmfsdp.rehearsal.allocator.wrapping import wrapped_units
 from mmfsdp.rehearsal.fakes.compiling import EAGER_INSTEAD, compiles
@@ -206,6 +206,23 @@ class Rehearsal:
             )
         return self._retried[size]
 
+    def verdict(self, memory: int | str | None = None) -> str:
+        """Return what the process takes of a GPU, and whether that fits: ``'1.42 to 2.51 of 79.18 GiB: fits'``.
+
+        Args:
+            memory: Memory of the GPU, as for `retries`. Default: the memory of the device that was given to
+                `mmfsdp.rehearse`; without one, the verdict is what a GPU must have.
+
+        Raises:
+            ConfigError: The memory is no size.
+        """
+        size = self._memory if memory is None else parse_bytes(memory)
+        if self.device_type != "cuda":
+            return f"{human_bytes(self.peak.nbytes)} at the peak"
+        if not size:
+            return f"{human_range(self.device_bytes())} of each GPU"
+        return verdict_text(self.device_bytes(), size, self.retries(size))
+
     def short_of_memory(self) -> str:
         """Return a sentence that says what happens if the device is too small; empty if it is not, or not known."""
         found = self.retries() if self._memory else None
@@ -303,10 +320,12 @@ def _table(step: Rehearsal, rows: int, width: int | None) -> str:
     peak = step.peak
     where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
     lines = [f"Peak of rank {step.rank} of {step.mesh}: {human_bytes(peak.nbytes)}, {where}", ""]
+    if step.device_type == "cuda" and step._memory:
+        lines.insert(0, step.verdict())
     if step.device_type != "cpu":
-        lines.insert(1, f"With what the allocator keeps: {human_range(step.reserved())}")
+        lines.insert(-1, f"With what the allocator keeps: {human_range(step.reserved())}")
     if step.device_type == "cuda":
-        lines.insert(2, f"With the CUDA context and NCCL, of the GPU: {human_range(step.device_bytes())}")
+        lines.insert(-1, f"With the CUDA context and NCCL, of the GPU: {human_range(step.device_bytes())}")
     if short := step.short_of_memory():
         lines.insert(-1, short)
     if step.on_cpu:

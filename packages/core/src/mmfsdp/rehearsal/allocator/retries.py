@@ -13,7 +13,7 @@ from mmfsdp.rehearsal.allocator.replaying import replayed
 from mmfsdp.rehearsal.allocator.wrapping import Wrapped
 from mmfsdp.rehearsal.recording.step_records import Allocation
 
-__all__ = ["Retries", "retries_of", "retries_text"]
+__all__ = ["Retries", "retries_of", "retries_text", "verdict_text"]
 
 _STEPS = 4  # the first ones leave other segments behind than they found
 
@@ -89,6 +89,23 @@ def retries_of(
             found.append((step.retries, step.returned))
     numbers, sizes = zip(*found, strict=True) if found else ((0,), (0,))
     return Retries((min(numbers), max(numbers)), (min(sizes), max(sizes)), (all(fits), any(fits)))
+
+
+def verdict_text(taken: tuple[int, int], memory: int, retries: Retries) -> str:
+    """Return whether a step fits, in a line that a reader finds first.
+
+    Args:
+        taken: The least and the most bytes that the process takes of the GPU.
+        memory: Bytes of the GPU.
+        retries: What happens on it.
+    """
+    low, high, size = (f"{count / 2**30:.2f}" for count in (*taken, memory))
+    span = high if low == high else f"{low} to {high}"
+    if not retries.fits[0]:
+        found = "may not fit" if retries.fits[1] else "does not fit"
+    else:
+        found = "fits, but torch empties its cache in each step" if retries.number[1] else "fits"
+    return f"{span} of {size} GiB: {found}"
 
 
 def retries_text(retries: Retries, memory: int, expandable: tuple[int, int]) -> str:
