@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: they fit phones and wide screens, are legible in both themes, and answer the keyboard."""
+"""Pages in headless Chromium: at three widths and in two themes they fit, are legible, and answer the keyboard."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.pages.browser import DARK, run
 from torch import nn
 
 import mmfsdp
 from mmfsdp.basics import human_bytes
+from mmfsdp.checkpoint import diff, diff_page
+from mmfsdp.parity import Key, comparison_page
+from mmfsdp.parity.comparing.comparison import Compared, Comparison, Difference
 from mmfsdp.rehearsal import Rehearsal, report
+from mmfsdp.rehearsal.timing.device_names import device_of
+
+THEMES = ("light", "dark")
 
 # What the page that holds the report looks at, in frames of three widths.
 LOOK = """
@@ -33,15 +40,47 @@ const contrast = node => {
   const one = light(colour(node.ownerDocument.defaultView.getComputedStyle(node).color)), two = light(behind(node));
   return (Math.max(one, two) + .05) / (Math.min(one, two) + .05);
 };
+const seen = node => node.checkVisibility() && node.getClientRects().length;
 const looked = frame => {
   const page = frame.contentDocument, view = frame.contentWindow, found = {};
+  const all = [...page.querySelectorAll("main *")], box = node => node.getBoundingClientRect();
+  view.dispatchEvent(new view.Event("beforeprint"));
+  found.closed = page.querySelectorAll("details:not([open])").length;
+  page.querySelectorAll("details").forEach(node => { node.open = true; });
   found.overflow = page.documentElement.scrollWidth - view.innerWidth;
   found.dark = view.matchMedia("(prefers-color-scheme: dark)").matches;
-  const told = [...page.querySelectorAll("p, td, th, small, summary, .told, .legend li, .cell span, caption, footer")];
-  found.dim = told.filter(node => node.textContent.trim() && contrast(node) < 4.5)
+  found.first = page.querySelector("main").innerText.trim().split("\\n")[0].trim();
+  found.title = page.querySelector("h1").innerText.trim();
+  const hasText = node => [...node.childNodes].some(one => one.nodeType === 3 && one.data.trim());
+  const told = all.filter(node => seen(node) && hasText(node));
+  found.dim = told.filter(node => contrast(node) < 4.5)
     .map(node => `${node.tagName} ${node.className} ${node.textContent.slice(0, 40)} ${contrast(node)}`);
-  found.thin = [...page.querySelectorAll(".outline .name")].filter(node => node.offsetWidth && node.offsetWidth < 120)
+  // <wbr> divides text nodes: none of what is left breaks.
+  found.broken = all.filter(node => node.matches("code, .name, h3, header b") && seen(node)).flatMap(node => {
+    const texts = page.createTreeWalker(node, 4), many = [], range = page.createRange();
+    for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+      range.selectNodeContents(text);
+      const lines = new Set([...range.getClientRects()].map(rect => rect.top));
+      if (!/\\s/.test(text.data.trim()) && lines.size > 1) many.push(text.data);
+    }
+    return many;
+  });
+  // What fits is shown whole, and what does not fit is not shown.
+  found.cut = [...page.querySelectorAll(".fit > span")].filter(node => seen(node) && box(node).width)
+    .filter(node => box(node).top < box(node.parentElement).bottom - 1
+      && (box(node).right > box(node.parentElement).right + 1 || box(node).bottom > box(node.parentElement).bottom + 1))
     .map(node => node.textContent);
+  found.outside = told.filter(node => !node.closest(".fit, .label"))
+    .filter(node => box(node).left < -1 || box(node).right > view.innerWidth + 1)
+    .map(node => node.textContent.slice(0, 40));
+  found.peaks = [...page.querySelectorAll(".peak")].map(node => [node, ...node.children].every(one => {
+    const [inner, outer] = [box(one), box(node.parentElement)];
+    return inner.width && inner.top > outer.top - 12 && inner.left > outer.left - 12 && inner.right < outer.right + 12;
+  }));
+  if (page.querySelector(".treemap")) report(page, view, found);
+  return found;
+};
+const report = (page, view, found) => {
   const cells = [...page.querySelectorAll(".treemap .cell")];
   found.areas = cells.map(cell => [Number(cell.dataset.bytes), cell.offsetWidth * cell.offsetHeight]);
   found.readings = [...page.querySelectorAll("figure[data-series]")].map(figure => {
@@ -67,9 +106,6 @@ const looked = frame => {
     return [cell.title, group.parentElement.querySelector(".told").textContent, cell.tabIndex];
   });
   found.stops = cells.filter(cell => cell.tabIndex === 0).length;
-  view.dispatchEvent(new view.Event("beforeprint"));
-  found.closed = page.querySelectorAll("details:not([open])").length;
-  return found;
 };
 addEventListener("load", () => {
   const found = [...document.querySelectorAll("iframe")].map(looked);
@@ -92,7 +128,7 @@ def opened(page: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """Return what `LOOK` finds in a page, in frames as wide as a phone, a tablet and a screen."""
     frames = "".join(
         f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(page)}"></iframe>'
-        for width in (390, 820, 1440)
+        for width in (380, 800, 1400)
     )
     host = folder / "host.html"
     host.write_text(f'<!doctype html><pre id="found"></pre>{frames}<script>{LOOK}</script>', encoding="utf-8")
@@ -104,17 +140,48 @@ def opened(page: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     return looked
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+def check(found: dict[str, Any], theme: str) -> None:
+    assert found["dark"] is (theme == "dark")
+    assert found["first"] == found["title"], "the verdict is what a reader sees and hears first"
+    assert found["overflow"] <= 0
+    assert [found[name] for name in ("dim", "broken", "cut", "outside")] == [[]] * 4
+    assert all(found["peaks"])
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_pages_of_diff_and_compare(tmp_path: Path, theme: str) -> None:
+    long = "layers.{}.a_normalization_layer.weight"
+    one = {f"model.{long.format(index)}": torch.ones(8, 8) for index in range(3)}
+    two = {name: torch.full((8, 8), 1 + 10.0**-index) for index, name in enumerate(one)}
+    save_file({**one, "model.only_in_the_first": torch.ones(1)}, tmp_path / "a_checkpoint.safetensors")
+    save_file(two, tmp_path / "another_checkpoint.safetensors")
+    differences = diff(
+        tmp_path / "a_checkpoint.safetensors", tmp_path / "another_checkpoint.safetensors", histogram=True
+    )
+    figures = [(0.0, 1e-3), (2e-4, 1e-3), (2e-1, 1e-3)]
+    keys = [Key(0, "gradient", long.format(index), 0) for index in range(3)]
+    compared = [Compared(key, far, limit, differs=far > limit) for key, (far, limit) in zip(keys, figures, strict=True)]
+    found = [Difference(keys[2], 0.2, 1e-3, 1.0, 1.2, "a factor of 1.2", (), None)]
+    comparison = Comparison("records/of_one_process", "records/of_two_ranks", (1, 2), compared, found)
+    for page, title in (
+        (diff_page(differences), "Different: 3 of 3 tensors, 1 in one only"),
+        (comparison_page(comparison), "Different: 1 of 3 tensors"),
+    ):
+        for looked in opened(page, tmp_path, *(DARK if theme == "dark" else ())):
+            check(looked, theme)
+            assert looked["title"] == title
+
+
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_report(steps: list[Rehearsal], tmp_path: Path, theme: str, count: int) -> None:
-    page = report(*steps[:count])
+    page = report(*steps[:count], names=["configs/keeps_activations.json", "configs/recomputes_them.json"][:count])
     looks = opened(page, tmp_path, *(DARK if theme == "dark" else ()))
     assert len(looks) == 3
     for found in looks:
-        assert found["dark"] is (theme == "dark")
-        assert found["overflow"] <= 0
-        assert found["dim"] == []
-        assert found["thin"] == []
+        check(found, theme)
+        assert found["title"] == steps[0].verdict(device_of("h100").memory)
+        assert len(found["peaks"]) == count
         assert found["closed"] == 0
         assert found["stops"] == count
         first, focused, told, second, told_second, last = found["keys"]

@@ -207,7 +207,7 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     step = mmfsdp.rehearse(mmfsdp.plan(build(), wrapped(), 2), build(), torch.empty(6, 4, device="meta"))
     assert f'Rank 0 holds most, <data value="{step.peak.nbytes}"' in text
-    assert f"<b>{other}</b> needs" in text
+    assert f"<b>{other}</b> needs" in text.replace("<wbr>", "")
     code, _, told = rehearse(*arguments)
     assert code == 2
     assert "exists already. Add --force to replace it." in " ".join(told.split())

@@ -241,7 +241,9 @@ def test_where_numbers_began_that_are_not_finite(tmp_path: Path, caplog: pytest.
 
 
 def test_the_page_shows_what_differs(tmp_path: Path) -> None:
-    page = comparison_page(mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2)))
+    found = mmfsdp.compare(train(tmp_path / "a"), train(tmp_path / "b", lr=3e-2))
+    page = comparison_page(found)
+    assert f"<h1>Different: {len(found.differences)} of {len(found.compared)} tensors</h1>" in page
     assert "update of 0.weight (step 0)" in page
     assert page.count("<svg") == 2
 

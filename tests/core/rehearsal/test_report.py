@@ -16,6 +16,7 @@ from torch import nn
 
 import mmfsdp
 from mmfsdp.basics import human_bytes
+from mmfsdp.basics.pages.markup import name_text
 from mmfsdp.errors import ConfigError
 from mmfsdp.planning import MeshSpec
 from mmfsdp.rehearsal import (
@@ -33,13 +34,16 @@ from mmfsdp.rehearsal import (
 )
 from mmfsdp.rehearsal.reporting.curves import scaled_times
 from mmfsdp.rehearsal.reporting.lanes import stream_lanes
-from mmfsdp.rehearsal.reporting.looks import STYLE, key_of
+from mmfsdp.rehearsal.reporting.looks import STYLE, key_of, texture_of
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.treemap import squarified
+from mmfsdp.rehearsal.timing.device_names import device_of
 from mmfsdp.rehearsal.timing.step_time import human_seconds, time_of
 
 EVIL = "<script>alert(1)</script>&\"'"
-VOID = {"meta", "br", "input"}
+VOID = {"meta", "br", "input", "wbr"}
+CELL = re.compile(r'class="cell m-(\w+) p-([\w-]+)"[^>]*title="([^"]*): ([^",]*), .*?<b>(.*?)</b>')
+"""Look, pattern, module, kind and label of a cell."""
 CONFIG = {"wrap": {"kind": "module_class", "classes": "Block"}, "precision": "bf16"}
 
 
@@ -145,8 +149,7 @@ def test_numbers_are_those_of_the_rehearsal(steps: tuple[Rehearsal, Rehearsal], 
         for kind in {*step.peak.by_kind, *step.static}
     }
     assert f"Rank 0 holds most, {human_bytes(step.peak.nbytes)}, in {step.peak.phase}" in read.text
-    low, high = map(human_bytes, step.device_bytes())
-    assert f"{low} to {high} taken of the GPU" in read.text
+    assert re.search(r"<body><main>.*?<h1>(.*?)</h1>", pages[0], re.DOTALL)[1] == step.verdict(device_of("h100").memory)
     gathers = step.sent()["all_gather", 8, 1]
     assert re.search(rf'all_gather</th>.*?>8<.*?>{gathers[0]}<.*?value="{gathers[1]}"', pages[0])
     assert len(pages[0]) < 80_000
@@ -160,10 +163,28 @@ def test_the_curve_fills_its_chart_and_cells_have_names(
     assert max(step.reserved()) > 2 * step.peak.nbytes, "the allocator takes whole blocks of 2 MiB"
     assert step.peak.nbytes < top < 1.5 * step.peak.nbytes
     assert "above this chart" in page
-    labels = re.findall(r'class="cell [^>]*><span>(.*?)</span>', page)
-    assert labels
-    assert not {*labels} & {*KINDS}
-    assert {"up", "the loss"} <= {*labels}
+    cells = CELL.findall(page)
+    labels = {label for *_, label in cells}
+    assert not labels & {*KINDS}
+    assert {"up", "the loss"} <= labels
+
+
+def test_colours_are_modules_and_patterns_are_kinds(pages: tuple[str, str]) -> None:
+    for page in pages:
+        cells = CELL.findall(page)
+        assert all(texture == texture_of(kind) for _, texture, _, kind, _ in cells)
+        looks = {module: look for look, _, module, _, _ in cells}
+        assert {(module, look) for look, _, module, _, _ in cells} == {*looks.items()}, "the same in both maps"
+        assert len({*looks.values()} - {"rest"}) > 2
+        assert {*re.findall(r"swatch m-(\w+)", page)} == {*looks.values()}
+    assert len({texture_of(kind) for kind in KINDS}) == len(KINDS)
+
+
+def test_names_break_between_their_parts_only() -> None:
+    assert name_text("model.layers.0.gate_proj") == "model.<wbr>layers.<wbr>0.<wbr>gate_<wbr>proj"
+    assert name_text("work_dirs/epoch_1.pth") == "work_<wbr>dirs/<wbr>epoch_<wbr>1.<wbr>pth"
+    assert name_text("layers.{0..31}.w") == "layers.<wbr>{0..31}.<wbr>w"
+    assert name_text("0.25 <b>") == "0.25 &lt;b&gt;"
 
 
 def test_equal_layers_are_one_module(steps: tuple[Rehearsal, Rehearsal], pages: tuple[str, str]) -> None:

@@ -28,7 +28,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "wbr"):
             self.stack.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -52,13 +52,14 @@ def test_shows_modules_shares_and_sizes(tmp_path: Path) -> None:
     two["layers.2.k.weight"][0, 0] = 0.0
     two["new"] = torch.ones(1)
     page, read = page_of(tmp_path, one, two)
-    assert "31 of 600 elements differ (5.2 %)" in read.text
+    assert "31 of 600 elements differ (5.2\u00a0%)" in read.text
+    assert "<h1>Different: 2 of 6 tensors, 1 in one only</h1>" in page
     assert re.search(r"4\s+tensors equal.*2\s+tensors changed.*1\s+only in B", read.text)
     rows = dict(re.findall(r'<span class="name">(\S+?)(?: <small>.*?</small>)?</span><span class="(\w+)">', page))
     assert rows["0."] == "same"
     assert {rows[name] for name in ("layers.", "1.", "2.")} == {"share"}
-    assert "30.0 %" in read.text
-    assert "infinite \u00d7 the value" in read.text
+    assert "30.0\u00a0%" in read.text
+    assert "largest |A\u00a0\u2212\u00a0B|\u00a0/\u00a0|B| infinite" in read.text
     assert not {tag for tag, _ in read.tags} & {"script", "link", "img", "iframe"}
     assert not [attrs for _, attrs in read.tags if {"src", "href"} & {*attrs}]
     assert "prefers-color-scheme: dark" in page
@@ -85,8 +86,8 @@ def test_names_are_text(tmp_path: Path) -> None:
 
 def test_equal_checkpoints(tmp_path: Path) -> None:
     _, read = page_of(tmp_path, {"a.b": torch.ones(2)}, {"a.b": torch.ones(2)})
-    assert "Two checkpoints: the same" in read.text
-    assert "0 of 2 elements differ (0 %)" in read.text
+    assert "The same: 1 tensor" in read.text
+    assert "0 of 2 elements differ (0\u00a0%)" in read.text
 
 
 def test_is_written_whole_and_replaced_only_on_request(tmp_path: Path) -> None:

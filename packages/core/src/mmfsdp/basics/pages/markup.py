@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -15,6 +16,8 @@ __all__ = [
     "exact",
     "head_row",
     "json_data",
+    "label",
+    "name_text",
     "row",
     "section",
     "share",
@@ -22,12 +25,21 @@ __all__ = [
     "size",
     "table",
     "text",
+    "verdict",
 ]
+
+_JOINTS = re.compile(r"(?<=[A-Za-z_\])}])([._/])(?=[\w{*])|(?<=\d)([._/])(?=[A-Za-z_{*])")
+"""Where names break: not in a number such as 0.25, nor in a range such as {0..11}."""
 
 
 def text(value: object) -> str:
     """Return any value as text that is safe in HTML and in its attributes."""
     return escape(str(value))
+
+
+def name_text(value: object) -> str:
+    """Return text as `text` does, whose names and paths break only after dots, slashes and underscores."""
+    return _JOINTS.sub(r"\g<0><wbr>", text(value))
 
 
 def size(nbytes: int) -> str:
@@ -49,7 +61,8 @@ def exact(nbytes: int) -> str:
 def share(part: float, whole: float) -> str:
     """Return a part of a whole in percent."""
     percent = 100 * part / whole if whole else 0.0
-    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %" if 0 < percent < 100 else f"{percent:.0f} %"
+    shown = "<0.1" if 0 < percent < 0.1 else f"{percent:.1f}" if 0 < percent < 100 else f"{percent:.0f}"
+    return f"{shown}\u00a0%"
 
 
 def table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> str:
@@ -63,28 +76,38 @@ def table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]], *,
     """
     kinds = [""] * names + ["num"] * (len(titles) - names)
     head = "".join(
-        f'<th scope="col"{_class(kind)}>{text(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
+        f'<th scope="col"{_class(kind)}>{name_text(title)}</th>' for title, kind in zip(titles, kinds, strict=True)
     )
     body = []
     for first, *others in rows:
         cells = "".join(f"<td{_class(kind)}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=True))
         body.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
     return (
-        f'<div class="wide"><table><caption>{text(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f'<div class="wide"><table><caption>{name_text(caption)}</caption><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
-def head_row(*titles: str, labelled: bool = False) -> str:
-    """Return the titles above the rows of a tree.
+def verdict(state: str, title: str, *below: str) -> str:
+    """Return the head of a page, which begins with what it has found.
 
     Args:
-        titles: The titles, as text.
-        labelled: Cells have labels of their own, which a screen reader reads in place of the titles.
+        state: ``good`` or ``bad``; empty if it is neither.
+        title: The verdict, as HTML.
+        below: What the page is about, as HTML.
     """
-    hidden = ' aria-hidden="true"' if labelled else ""
+    return f'<header class="{state}"><h1>{title}</h1>{"".join(below)}</header>'
+
+
+def head_row(*titles: str) -> str:
+    """Return the titles, as text, above the rows of a tree. Narrow pages and screen readers have `label` in place."""
     cells = "".join(f"<span>{text(title)}</span>" for title in titles)
-    return f'<div class="row head"{hidden}>{cells}</div>'
+    return f'<div class="row head" aria-hidden="true">{cells}</div>'
+
+
+def label(title: str) -> str:
+    """Return what a cell of a tree shows, as text, for readers who do not see the titles above."""
+    return f'<small class="label">{text(title)} </small>'
 
 
 def row(cells: str) -> str:

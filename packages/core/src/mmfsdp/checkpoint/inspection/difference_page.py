@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mmfsdp.basics.pages.frame import html_page
-from mmfsdp.basics.pages.markup import bar, branch, head_row, row, share, text
+from mmfsdp.basics.pages.markup import bar, branch, head_row, label, name_text, row, share, text, verdict
 from mmfsdp.checkpoint.inspection.comparing import ValueDifference
 from mmfsdp.checkpoint.inspection.difference import DiffReport
 
@@ -17,7 +17,10 @@ __all__ = ["diff_page"]
 _ROWS = 5000  # of tensors that differ; a browser shows them at once
 _LISTED = 200  # names in each list
 _DEPTH = 30  # levels of modules
-_LABELS = ("<1e-8", *(f"1e{power}" for power in range(-8, 0)), "1", "\u226510")
+_FAR = "|A\u00a0\u2212\u00a0B|"  # how far an element of A is from the one of B
+_RELATIVE = f"{_FAR}\u00a0/\u00a0|B|"
+_COLUMNS = ("elements that differ", f"largest {_FAR}", f"largest {_RELATIVE}", f"by {_RELATIVE}")
+_LABELS = ("<10<sup>\u22128</sup>", *(f"10<sup>\u2212{power}</sup>" for power in range(8, 0, -1)), "1", "\u226510")
 
 
 def diff_page(report: DiffReport) -> str:
@@ -29,18 +32,15 @@ def diff_page(report: DiffReport) -> str:
         report: What `diff` returned, with ``histogram=True`` for the histograms.
     """
     root = _tree(report)
-    changed = {item.name for item in report.values}
-    total = sum(report.elements.values())
-    differing = sum(item.differing or 0 for item in report.values)
     cards = [
-        ("tensors equal", report.compared - len(changed), ""),
-        ("tensors changed", len(changed), "changed"),
+        ("tensors equal", report.compared - root.changed, ""),
+        ("tensors changed", root.changed, "changed"),
         ("only in A", len(report.only_in_a), "lone"),
         ("only in B", len(report.only_in_b), "lone"),
         ("other shapes", len(report.shapes), "lone"),
         ("other dtypes", len(report.dtypes), "lone"),
     ]
-    shown = [f'<li class="{kind if count else ""}"><b>{count:,}</b> {label}</li>' for label, count, kind in cards]
+    shown = [f'<li class="{kind if count else "none"}"><b>{count:,}</b> {title}</li>' for title, count, kind in cards]
     lists = [
         ("Only in A", report.only_in_a),
         ("Only in B", report.only_in_b),
@@ -49,19 +49,41 @@ def diff_page(report: DiffReport) -> str:
         ("Not tensors", [f"{item.name}: {item.a!r} and {item.b!r}" for item in report.other]),
         ("Not compared", report.left_out),
     ]
-    verdict = "the same" if report.same else "different"
     hint = f"<p>Most names match without <code>{text(report.prefix)}</code>.</p>" if report.prefix else ""
     parts = [
-        f"<header><h1>Two checkpoints: {verdict}</h1>",
-        f"<p><b>A</b> <code>{text(report.a)}</code><br><b>B</b> <code>{text(report.b)}</code></p></header>",
+        verdict(
+            "good" if report.same else "bad",
+            _verdict(report),
+            *(
+                f"<p><b>{side}</b> <code>{name_text(path)}</code></p>"
+                for side, path in (("A", report.a), ("B", report.b))
+            ),
+        ),
         f'<ul class="cards">{"".join(shown)}</ul>{hint}',
-        f"<p>{differing:,} of {total:,} elements differ ({share(differing, total)}).</p>" if total else "",
-        _large_histogram(_added(item.decades for item in report.values)),
+        f"<p>{root.differing:,} of {root.elements:,} elements differ ({share(root.differing, root.elements)}).</p>"
+        if root.elements
+        else "",
+        _large_histogram(root.decades),
         _modules(root),
         *(_list(title, names) for title, names in lists if names),
         f"<footer>{report.compared:,} tensors compared ({text(report.scope)}) in {report.seconds:.1f} s.</footer>",
     ]
     return html_page("Two checkpoints", "\n".join(part for part in parts if part), style=_STYLE)
+
+
+def _verdict(report: DiffReport) -> str:
+    """Return what differs, in a line."""
+    if report.same:
+        return f"The same: {report.compared:,} tensor{'' if report.compared == 1 else 's'}"
+    alone = len(report.only_in_a) + len(report.only_in_b)
+    unlike = len(report.shapes) + len(report.dtypes)
+    found = [
+        f"{len(report.values):,} of {report.compared:,} tensors" if report.values else "",
+        f"{alone:,} in one only" if alone else "",
+        f"{unlike:,} of other shapes or dtypes" if unlike else "",
+        f"{len(report.other):,} other values" if report.other else "",
+    ]
+    return f"Different: {', '.join(filter(None, found))}"
 
 
 @dataclass
@@ -108,8 +130,12 @@ def _modules(root: _ModuleSums) -> str:
     for child in root.children.values():
         rows += _rows(child, budget, is_open=True)
     more = f"<p>{left:,} more tensors differ, which are not shown.</p>" if left else ""
-    head = head_row("module", "elements that differ", "largest change", "changes by size")
-    return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}"
+    note = (
+        f'<p class="note">{_FAR} is how far an element of A is from the one of B; divided by |B|, it is relative '
+        "to the element of B. Each column has the largest of all elements, which may be different ones.</p>"
+    )
+    head = head_row("module", *_COLUMNS)
+    return f"<h2>Modules</h2><section>{head}{''.join(rows)}</section>{more}{note if root.changed else ''}"
 
 
 def _rows(node: _ModuleSums, budget: list[int], *, is_open: bool = False) -> Iterator[str]:
@@ -131,16 +157,20 @@ def _rows(node: _ModuleSums, budget: list[int], *, is_open: bool = False) -> Ite
 
 def _cells(node: _ModuleSums, name: str) -> str:
     tensors = f" <small>{node.tensors:,} tensors</small>" if node.children else ""
+    head = f'<span class="name">{name_text(name)}{tensors}</span>'
     if not node.changed:
-        return (
-            f'<span class="name">{text(name)}{tensors}</span><span class="same">equal</span><span></span><span></span>'
-        )
+        return f'{head}<span class="same">equal</span>'
     width = max(100 * node.differing / max(node.elements, 1), 1)
-    relative = f" <small>{_number(node.relative)} \u00d7 the value</small>" if node.relative else ""
+    shown = (
+        share(node.differing, node.elements),
+        _number(node.largest),
+        _number(node.relative),
+        _small_histogram(node.decades),
+    )
+    cells = [f"{label(title)}{cell}" for title, cell in zip(_COLUMNS, shown, strict=True)]
     return (
-        f'<span class="name">{text(name)}{tensors}</span>'
-        f'<span class="share">{bar(width)}{share(node.differing, node.elements)}</span>'
-        f"<span>{_number(node.largest)}{relative}</span><span>{_small_histogram(node.decades)}</span>"
+        f'{head}<span class="share">{bar(width)}{cells[0]}</span><span>{cells[1]}</span><span>{cells[2]}</span>'
+        f"<span>{cells[3]}</span>"
     )
 
 
@@ -162,27 +192,32 @@ def _large_histogram(decades: Sequence[int]) -> str:
         return ""
     highest, total = max(decades), sum(decades)
     bars = "".join(
-        f'<li title="{_bar_text(index, number)}"><em>{share(number, total) if number else ""}</em>'
+        f'<li title="{_bar_text(index, number)}"><em>{_percent(number, total)}</em>'
         f'<b style="height:{75 * number / highest:.1f}%"></b><span>{_LABELS[index]}</span></li>'
         for index, number in enumerate(decades)
     )
     return (
-        f'<h2>Changes by size</h2><ol class="chart">{bars}</ol>'
-        '<p class="note">How many elements differ by how much, relative to B. A bar counts from its label to the '
-        "next.</p>"
+        f'<h2>Elements by how much they differ</h2><figure><ol class="chart">{bars}</ol>'
+        f"<figcaption>From left to right: the difference of an element, relative to B: {_RELATIVE}, from each "
+        "label to the next. Shares are of the elements that differ.</figcaption></figure>"
     )
+
+
+def _percent(number: int, total: int) -> str:
+    percent = 100 * number / total
+    return "" if not number else "<1\u00a0%" if percent < 1 else f"{percent:.0f}\u00a0%"
 
 
 def _bar_text(index: int, number: int) -> str:
     if index == 0:
-        return f"{number:,} elements: less than 1e-8 of the value"
+        return f"{number:,} elements: less than 1e-8 of B's"
     if index == len(_LABELS) - 1:
-        return f"{number:,} elements: 10 times the value or more"
-    return f"{number:,} elements: 1e{index - 9} to 1e{index - 8} of the value"
+        return f"{number:,} elements: 10 times B's or more"
+    return f"{number:,} elements: 1e{index - 9} to 1e{index - 8} of B's"
 
 
 def _list(title: str, names: Sequence[str]) -> str:
-    items = "".join(f"<li><code>{text(name)}</code></li>" for name in names[:_LISTED])
+    items = "".join(f"<li><code>{name_text(name)}</code></li>" for name in names[:_LISTED])
     more = f"<li>and {len(names) - _LISTED:,} more</li>" if len(names) > _LISTED else ""
     return f'<details class="list"><summary><h2>{title} ({len(names):,})</h2></summary><ul>{items}{more}</ul></details>'
 
@@ -196,16 +231,20 @@ def _number(value: float) -> str:
 
 
 _STYLE = """
-.same { color: var(--dim); }
+.same, .none { color: var(--dim); } .cards .none b { color: inherit; font-weight: 400; }
 .cards .changed b { color: var(--mark); } .cards .lone b { color: var(--warn); }
+figure { margin: 0; } figcaption { font-size: .85rem; color: var(--dim); margin-top: .4rem; }
 .chart { display: flex; gap: 3px; height: 11rem; padding: 0; margin: 0; list-style: none; max-width: 44rem; }
 .chart li { flex: 1; display: flex; flex-direction: column; justify-content: flex-end; text-align: center;
   min-width: 0; }
 .chart b { background: var(--mark); border-radius: 3px 3px 0 0; min-height: 0; }
-.chart span { font-size: .75rem; color: var(--dim); border-top: 1px solid var(--line); padding-top: .2rem; }
-.chart em { font-size: .7rem; font-style: normal; color: var(--dim); white-space: nowrap; }
-.row { grid-template-columns: minmax(0, 1fr) 13rem 13rem 5rem; }
-.list summary { cursor: pointer; } .list h2 { display: inline-block; margin: .4rem 0; }
-svg { fill: var(--mark); display: block; }
-@media (max-width: 48rem) { .row { grid-template-columns: minmax(0, 1fr) auto; } }
+.chart span { white-space: nowrap; font-size: .75rem; color: var(--dim); border-top: 1px solid var(--line);
+  padding-top: .2rem; }
+.chart em { font-size: .75rem; font-style: normal; color: var(--dim); white-space: nowrap; }
+.chart sup { font-size: .75em; line-height: 1; }
+.row { grid-template-columns: minmax(0, 1fr) 11rem 5rem 7rem 7rem; }
+.list h2 { display: inline-block; margin: .4rem 0; }
+svg { fill: var(--mark); display: block; margin-left: auto; }
+@container (max-width: 52rem) { .row svg { margin: 0; } }
+@container (max-width: 40rem) { .chart em, .chart span { font-size: .65rem; } }
 """

@@ -101,10 +101,12 @@ def verdict_text(taken: tuple[int, int], memory: int, retries: Retries) -> str:
     """
     low, high, size = (f"{count / 2**30:.2f}" for count in (*taken, memory))
     span = high if low == high else f"{low} to {high}"
-    if not retries.fits[0]:
+    if taken[1] <= memory:
+        found = "fits"
+    elif not retries.fits[0]:
         found = "may not fit" if retries.fits[1] else "does not fit"
     else:
-        found = "fits, but torch empties its cache in each step" if retries.number[1] else "fits"
+        found = "fits, but torch empties its cache in each step" if retries.number[1] else "may just fit"
     return f"{span} of {size} GiB: {found}"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from mmfsdp.basics.pages.markup import share, table, text
+from mmfsdp.basics.pages.axes import level_lines
+from mmfsdp.basics.pages.markup import name_text, share, table, text
 from mmfsdp.planning.plan_records import MeshSpec
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
+from mmfsdp.rehearsal.reporting.lanes import duration
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links
 from mmfsdp.rehearsal.timing.step_time import StepTime, human_seconds, time_of
@@ -43,7 +45,7 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
     drawn = "".join(_curve(times, top, index) for index, times, _ in shown)
     dots = "".join(_dots(times, name if many[1:] else "", top, index) for index, times, name in shown)
     labels = "".join(f'<span style="left:{_across(count) / 10:.2f}%">{count:,}</span>' for count in _RANKS[::_LABELLED])
-    keys = "".join(f'<li><i class="line c{index % len(_LOOKS)}"></i>{text(name)}</li>' for index, _, name in shown)
+    keys = "".join(f'<li><i class="line c{index % len(_LOOKS)}"></i>{name_text(name)}</li>' for index, _, name in shown)
     legend = f'<ul class="legend">{keys}</ul>' if many[1:] else ""
     first = min(min(times) for _, times, _ in shown)
     last = max(max(times) for _, times, _ in shown)
@@ -51,7 +53,7 @@ def scaling_chart(many: Sequence[Times], names: Sequence[str]) -> str:
     return (
         f'{legend}<figure class="curves"><div class="cells plot" role="group" aria-label="{said}">'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
-        f'{_levels(top)}{dots}</div><div class="ranks">{labels}</div><output class="told"></output>'
+        f'{level_lines(_seconds(top))}{dots}</div><div class="ranks">{labels}</div><output class="told"></output>'
         f"<figcaption>From left to right: the number of ranks, each with the same batch. Derived from one rehearsal: "
         "what is sent goes to more ranks, and the optimizer's shards shrink. The bands are the intervals."
         f"</figcaption></figure>{''.join(_table(times, name if many[1:] else '') for _, times, name in shown)}"
@@ -89,15 +91,13 @@ def _dots(times: Times, name: str, top: float, index: int) -> str:
     return "".join(made)
 
 
-def _levels(top: float) -> str:
+def _seconds(top: float) -> Iterator[tuple[float, str]]:
+    """Yield round times up to the top of a chart, as shares of it with their labels."""
     step = 1e-9
     while top / step > _LINES:
         step *= 2 if f"{step:e}"[0] != "2" else 2.5  # 1, 2, 5, 10
-    return "".join(
-        f'<i class="level" style="bottom:{100 * index * step / top:.2f}%">'
-        f"<span>{human_seconds(index * step)}</span></i>"
-        for index in range(1, int(top / step) + 1)
-    )
+    for index in range(1, int(top / step) + 1):
+        yield index * step / top, human_seconds(index * step)
 
 
 def _table(times: Times, name: str) -> str:
@@ -105,14 +105,15 @@ def _table(times: Times, name: str) -> str:
     rows = [
         (
             f"{count:,}",
-            text(human_seconds(time.seconds)),
-            f"{text(human_seconds(time.low))} to {text(human_seconds(time.high))}",
-            text(human_seconds(sum(time.exposed.values()))),
+            duration(time.seconds),
+            f"{duration(time.low)} to {duration(time.high)}",
+            duration(sum(time.exposed.values())),
             share(base, time.seconds) if time.seconds else "",
         )
         for count, time in times.items()
     ]
-    titles = ("ranks", "time", "interval", "communication that nothing hides", f"of the speed on {min(times):,}")
+    fewest = "1 rank" if min(times) == 1 else f"{min(times):,} ranks"
+    titles = ("ranks", "time", "interval", "communication that nothing hides", f"speed of a rank, relative to {fewest}")
     caption = f"How {name} scales" if name else "How it scales"
     return f"<details><summary>{text(caption)}: {len(rows)} rows</summary>{table(caption, titles, rows)}</details>"
 
@@ -129,10 +130,11 @@ def _looks() -> str:
 
 
 STYLE = f"""
-.curves .plot {{ height: 15rem; margin-top: .5rem; }}
+.curves .plot {{ height: 15rem; }}
 .curves polyline {{ fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; }}
 .curves polygon {{ opacity: .18; }}
-.curves .ranks {{ position: relative; height: 1.2rem; font-size: .7rem; color: var(--dim); }}
+.curves .ranks {{ position: relative; margin-left: var(--gutter); height: 1.2rem; font-size: .75rem;
+  color: var(--dim); }}
 .curves .ranks span {{ position: absolute; transform: translateX(-50%); }}
 .curves .dot {{ width: 11px; height: 11px; margin: 0 0 -5.5px -5.5px; border: 2px solid var(--page); }}
 {_looks()}

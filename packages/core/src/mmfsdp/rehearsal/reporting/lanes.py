@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mmfsdp.basics.pages.markup import share, table, text
-from mmfsdp.rehearsal.reporting.axes import phase_marks
+from mmfsdp.basics.pages.axes import phase_marks
+from mmfsdp.basics.pages.markup import name_text, share, table, text
 from mmfsdp.rehearsal.timing.step_time import SPENT, StepTime, human_seconds
 from mmfsdp.rehearsal.timing.streams import STREAMS, Span
 
-__all__ = ["STYLE", "spent_tables", "stream_lanes", "time_sentence"]
+__all__ = ["STYLE", "duration", "spent_tables", "stream_lanes", "time_sentence"]
 
 _MOST = 400  # spans of a stream; neighbours are joined until there are fewer
 _ROWS = 12  # units whose communication is not hidden
@@ -19,7 +19,7 @@ def time_sentence(time: StepTime) -> str:
     """Return how long the step takes, within what, and what bounds it."""
     span = f"{human_seconds(time.low)} to {human_seconds(time.high)}"
     return (
-        f"<p>On {text(time.device)} a step takes {_seconds(time.seconds)}, within {text(span)}. Most of it is "
+        f"<p>On {text(time.device)} a step takes {duration(time.seconds)}, within {text(span)}. Most of it is "
         f"<b>{text(SPENT.get(time.bound, time.bound))}</b>. The interval covers {text(time.coverage)}.</p>"
     )
 
@@ -53,21 +53,18 @@ def stream_lanes(time: StepTime, longest: float) -> str:
 def spent_tables(time: StepTime) -> str:
     """Return tables of what the time is spent on, and of the units whose communication nothing hides."""
     rows = [
-        (text(SPENT.get(name, name)), _seconds(seconds), share(seconds, time.seconds))
+        (text(SPENT.get(name, name)), duration(seconds), share(seconds, time.seconds))
         for name, seconds in time.spent.items()
     ]
     parts = [table("What the step is spent on", ("", "time", "share"), rows)]
     exposed = sorted(time.exposed.items(), key=lambda item: -item[1])
     if exposed:
-        units = [
-            (f"<code>{_unit(unit)}</code>", _seconds(seconds), share(seconds, time.seconds))
-            for unit, seconds in exposed[:_ROWS]
-        ]
+        units = [(_named(unit), duration(seconds), share(seconds, time.seconds)) for unit, seconds in exposed[:_ROWS]]
         if exposed[_ROWS:]:
             rest = sum(seconds for _, seconds in exposed[_ROWS:])
-            units.append((f"{len(exposed) - _ROWS:,} more", _seconds(rest), share(rest, time.seconds)))
+            units.append((f"{len(exposed) - _ROWS:,} more", duration(rest), share(rest, time.seconds)))
         parts.append(table("Communication that nothing hides", ("unit", "time", "share"), units))
-    return "".join(parts)
+    return f'<div class="tables">{"".join(parts)}</div>'
 
 
 def _boxes(spans: Sequence[Span], longest: float) -> Iterator[str]:
@@ -114,21 +111,22 @@ def _phases(spans: Sequence[Span]) -> list[tuple[str, float]]:
     return found
 
 
-def _seconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time with its unit. Programs read the seconds, and a pointer over it shows them."""
     return f'<data value="{seconds!r}" title="{seconds:.6g} seconds">{text(human_seconds(seconds))}</data>'
+
+
+def _named(unit: str | None) -> str:
+    return f"<code>{name_text(unit)}</code>" if unit else _plain(unit)
 
 
 def _plain(unit: str | None) -> str:
     return "no unit" if unit is None else unit or "the root unit"
 
 
-def _unit(unit: str | None) -> str:
-    return text(_plain(unit))
-
-
 STYLE = """
-.lanes .plot { height: 0; background: none; margin-top: 1.4rem; }
-.lanes .plot .phase { bottom: auto; height: 1.3rem; }
+.lanes .plot { height: 0; background: none; margin-left: 0; }
+.lanes .plot .phase { bottom: auto; height: 1.4rem; }
 .lane > b { display: block; font-size: .78rem; font-weight: 600; margin-top: .3rem; }
 .lane small { font-weight: 400; }
 .track { position: relative; height: 2rem; background: var(--soft); overflow: hidden; }

@@ -1,4 +1,4 @@
-"""Gives each kind of memory a colour and a pattern, so that colours are not the only thing that tells kinds apart."""
+"""Gives kinds of memory colours with patterns in charts over time, and patterns alone where colours are modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mmfsdp.basics.pages.markup import text
 
-__all__ = ["STYLE", "key_of", "legend", "patterns"]
+__all__ = ["STYLE", "key_of", "legend", "patterns", "texture_of"]
 
 # Colours that people with any colour vision can tell apart (Okabe and Ito, "Color Universal Design", 2008). Kinds that
 # belong together share one, and differ in their pattern.
@@ -34,6 +34,20 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "optimizer temporary": (_SKY, "plain"),
 }
 _OTHER = "other"
+_HORIZONTAL, _FALLING, _VERTICAL, _RISING = 0, 45, 90, 135  # degrees across the lines
+_LINES: dict[str, tuple[int, float, int]] = {  # direction, width and distance in pixels
+    "parameter": (_HORIZONTAL, 1.5, 7),
+    "buffer": (_HORIZONTAL, 3, 8),
+    "optimizer state": (_RISING, 1.5, 7),
+    "optimizer temporary": (_RISING, 1.5, 4),
+    "input": (_VERTICAL, 3, 8),
+    "gradient": (_FALLING, 1.5, 4),
+    "activation gradient": (_FALLING, 1.5, 9),
+    "gathered": (_VERTICAL, 1.5, 7),
+    "reduce buffer": (_VERTICAL, 1.5, 4),
+}
+_DOTS = {"ema": 5, "recomputed": 9}  # their distance in pixels
+"""Patterns without colours. What has neither lines nor dots is plain: activations, usually the most."""
 _MARKS = {
     "striped": '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4" stroke="#000" stroke-opacity=".45" stroke-width="1.6"/>',
     "dotted": '<circle cx="4" cy="4" r="1.6" fill="#000" fill-opacity=".5"/>',
@@ -44,6 +58,11 @@ _MARKS = {
 def key_of(kind: str) -> str:
     """Return what names a kind in classes and patterns; kinds without a look share one."""
     return kind.replace(" ", "-") if kind in _LOOKS else _OTHER
+
+
+def texture_of(kind: str) -> str:
+    """Return what names the pattern of a kind in classes, where colours mean something else."""
+    return kind.replace(" ", "-") if kind in _LINES or kind in _DOTS else "plain"
 
 
 def patterns() -> str:
@@ -74,6 +93,12 @@ def _rules() -> str:
             "crossed": "background-image:repeating-linear-gradient(45deg,#0003 0 1px,#0000 1px 6px);",
         }[mark]
         made.append(f".k-{key_of(kind)}{{background-color:{colour};{image}color:{ink}}}")
+    for kind, (direction, width, far) in _LINES.items():
+        image = f"repeating-linear-gradient({direction}deg,#0008 0 {width}px,#0000 {width}px {far}px)"
+        made.append(f".p-{texture_of(kind)}{{background-image:{image}}}")
+    for kind, far in _DOTS.items():
+        image = "radial-gradient(#0008 1.2px,#0000 1.5px)"
+        made.append(f".p-{texture_of(kind)}{{background-image:{image};background-size:{far}px {far}px}}")
     return "\n".join(made)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mmfsdp.basics.pages.markup import exact, json_data, share, size, table, text
-from mmfsdp.basics.text import human_range
+from mmfsdp.basics.pages.axes import level_lines, phase_marks
+from mmfsdp.basics.pages.markup import exact, json_data, name_text, share, size, table, text
+from mmfsdp.basics.text import human_bytes, human_range
 from mmfsdp.rehearsal.recording.step_records import KINDS
-from mmfsdp.rehearsal.reporting.axes import phase_marks, size_lines
 from mmfsdp.rehearsal.reporting.looks import key_of
 from mmfsdp.rehearsal.reporting.modules import owner_of
 from mmfsdp.rehearsal.result import Rehearsal
@@ -18,9 +18,11 @@ from mmfsdp.rehearsal.result import Rehearsal
 __all__ = ["STYLE", "explained", "held_table", "kinds_of", "memory_chart", "top_of"]
 
 _POINTS = 180
+_LINES = 5  # with sizes
 _ROWS = 40  # of the table of modules
 _ROOM = 1.25  # of the peak; what the allocator takes above it is off the chart, which is about the curve
 _EDGE = 2.0  # percent of the chart, for a band that is off it
+_FAR = 60.0  # percent of the chart; a peak beyond has its label on the left
 _Series = Sequence[tuple[int, dict[str, int]]]
 
 
@@ -55,22 +57,23 @@ def memory_chart(step: Rehearsal, chart: str, top: int) -> str:
             {"name": kind, "key": key_of(kind), "bytes": [one.get(kind, 0) for _, one in series]} for kind in kinds
         ]
     }
+    left, height = 100 * step.peak.moment / (step.last + 1), 100 * step.peak.nbytes / top
     before, low, high = f"Memory of rank {step.rank} over the step", *_reserved(step)
     said = f"{before}: it rises to {exact(step.peak.nbytes)} in {step.peak.phase}."
     band = ""
     if high:
         bottom = min(100 * low / top, 100 - _EDGE)
-        height = max(min(100 * high / top, 100) - bottom, 0.5)
+        thick = max(min(100 * high / top, 100) - bottom, 0.5)
         band = (
-            f'<i class="band" style="bottom:{bottom:.2f}%;height:{height:.2f}%" '
+            f'<i class="band" style="bottom:{bottom:.2f}%;height:{thick:.2f}%" '
             f'title="{text(_band_text(low, high, top))}"></i>'
         )
     return (
         f'<figure class="memory" data-series="{chart}-data"><div class="plot">{phase_marks(step.phases, step.last + 1)}'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{text(said)}">'
-        f"{_areas(series, kinds, step.last + 1, top)}</svg>{size_lines(top)}{band}"
-        f'<i class="peak" style="left:{100 * step.peak.moment / (step.last + 1):.2f}%;'
-        f'bottom:{100 * step.peak.nbytes / top:.2f}%"></i><i class="cursor" hidden></i></div>'
+        f"{_areas(series, kinds, step.last + 1, top)}</svg>{level_lines(_sizes(top))}{band}"
+        f'<i class="peak{" far" if left > _FAR else ""}" style="left:{left:.2f}%;bottom:{height:.2f}%">'
+        f'<span>peak {human_bytes(step.peak.nbytes)}</span></i><i class="cursor" hidden></i></div>'
         f'<label class="slide">Moment of the step<input type="range" min="0" max="{len(series) - 1}" '
         f'value="{_highest(series)}"></label><output class="reading"></output>'
         f"<figcaption>{_caption(low, high, top)}</figcaption></figure>{json_data(f'{chart}-data', data)}"
@@ -89,8 +92,8 @@ def explained(step: Rehearsal) -> str:
         if kind == most[0][0]:
             modules[name] += nbytes
     name, nbytes = modules.most_common(1)[0]
-    where = f" of <code>{text(peak.module)}</code>" if peak.module else ""
-    whose = f"<code>{text(name)}</code>" if name else owner_of(most[0][0])
+    where = f" of <code>{name_text(peak.module)}</code>" if peak.module else ""
+    whose = f"<code>{name_text(name)}</code>" if name else owner_of(most[0][0])
     return (
         f"<p>Rank {step.rank} holds most, {size(peak.nbytes)}, in {text(peak.phase)}{where}. {', '.join(parts)}. "
         f"Most {text(most[0][0])} belongs to {whose}: {size(nbytes)}.</p>"
@@ -113,7 +116,7 @@ def held_table(step: Rehearsal) -> str:
     rows.append(("together", size(peak.nbytes), "100 %", size(sum(step.static.values()))))
     held = step.held()
     modules = [
-        (f"<code>{text(name)}</code>" if name else owner_of(kind), text(kind), f"{count:,}", size(nbytes))
+        (f"<code>{name_text(name)}</code>" if name else owner_of(kind), text(kind), f"{count:,}", size(nbytes))
         for name, kind, nbytes, count in held[:_ROWS]
     ]
     if held[_ROWS:]:
@@ -146,6 +149,15 @@ def _areas(series: _Series, kinds: Sequence[str], end: int, top: int) -> str:
     return "".join(drawn)
 
 
+def _sizes(top: int) -> Iterator[tuple[float, str]]:
+    """Yield round numbers of bytes up to the top of a chart, as shares of it with their labels."""
+    step = 1
+    while top / step > _LINES:
+        step *= 2
+    for nbytes in range(step, top + 1, step):
+        yield nbytes / top, human_bytes(nbytes).replace(".00", "")
+
+
 def _highest(series: _Series) -> int:
     totals = [sum(counts.values()) for _, counts in series]
     return totals.index(max(totals)) if totals else 0
@@ -171,12 +183,17 @@ STYLE = """
 .memory svg path { stroke: var(--page); stroke-width: .7; vector-effect: non-scaling-stroke; }
 .band { left: 0; right: 0; border: solid var(--warn); border-width: 1px 0; min-height: 2px;
   background: repeating-linear-gradient(45deg, var(--warn) 0 1px, #0000 1px 6px); }
-.peak { top: 0; border-left: 2px dashed var(--ink); pointer-events: none; }
+.plot .peak { width: 11px; height: 11px; margin: 0 0 -5.5px -5.5px; border: 2px solid var(--ink); border-radius: 50%;
+  background: var(--page); pointer-events: none; }
+.peak span { position: absolute; left: 12px; bottom: -4px; white-space: nowrap; font-size: .8rem; font-weight: 600;
+  line-height: 1.2; padding: 0 .25rem; background: var(--page); border-radius: .2rem; }
+.peak.far span { left: auto; right: 12px; }
 .cursor { top: 0; border-left: 1px solid var(--ink); pointer-events: none; }
-.slide { display: none; font-size: .8rem; color: var(--dim); } .js .slide { display: block; }
+.slide { display: none; font-size: .8rem; color: var(--dim); margin-left: var(--gutter); }
+.js .slide { display: block; }
 .slide input { display: block; width: 100%; margin: 0; accent-color: var(--mark); }
 .reading { display: flex; flex-wrap: wrap; gap: .1rem .9rem; font-size: .85rem; min-height: 3.2rem;
   align-content: flex-start; font-variant-numeric: tabular-nums; }
-@media (max-width: 48rem) { .memory .plot { height: 15rem; } .reading { min-height: 6rem; } }
+@container (max-width: 40rem) { .memory .plot { height: 15rem; } .reading { min-height: 6rem; } }
 @media print { .js .slide { display: none; } }
 """

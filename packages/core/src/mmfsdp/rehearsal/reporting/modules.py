@@ -11,9 +11,12 @@ from mmfsdp.planning.repeats import join_ranges
 from mmfsdp.rehearsal.allocator.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 
-__all__ = ["Node", "module_tree", "owner_of"]
+__all__ = ["OWNERS", "Node", "module_tree", "owner_of"]
 
 _DEPTH = 30  # levels of modules
+
+OWNERS = "the loss", "the model itself"
+"""What `owner_of` returns."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ def owner_of(kind: str) -> str:
 
     A step computes little there but the loss: in the model's own forward, or after it.
     """
-    return "the loss" if kind in ("activation", "activation gradient", "recomputed") else "the model itself"
+    return OWNERS[kind not in ("activation", "activation gradient", "recomputed")]
 
 
 def _at(root: Node, name: str) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmfsdp.basics.pages.markup import bar, branch, head_row, row, share, size, text
+from mmfsdp.basics.pages.markup import bar, branch, head_row, label, name_text, row, share, size, text
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.rehearsal.reporting.modules import Node
 from mmfsdp.rehearsal.result import Rehearsal
@@ -22,7 +22,7 @@ def outline(step: Rehearsal, root: Node) -> str:
         step: The rehearsal.
         root: Its tree, from `module_tree`.
     """
-    head = head_row("module", "parameters, whole", "on this rank between steps", "held at the peak", labelled=True)
+    head = head_row("module", "parameters, whole", "on this rank between steps", "held at the peak")
     budget = [_ROWS]
     rows = "".join(_rows(root, root.name, step, 0, budget))
     more = "" if budget[0] > 0 else f'<p class="note">Only the first {_ROWS:,} rows are shown.</p>'
@@ -51,7 +51,7 @@ def _cells(node: Node, name: str, step: Rehearsal) -> str:
     dtypes = f" <small>{text(', '.join(params))}</small>" if params else ""
     width = 100 * held / step.peak.nbytes if step.peak.nbytes else 0.0
     return (
-        f'<span class="name">{text(name) or "(model)"}{times}{notes}</span>'
+        f'<span class="name">{name_text(name) or "(model)"}{times}{notes}</span>'
         f"<span>{_labelled('parameters', params.total())}{dtypes}</span>"
         f"<span>{_labelled('between steps', kept)}</span>"
         f'<span class="share">{bar(width) if held else ""}{_labelled("at the peak", held)}'
@@ -59,8 +59,8 @@ def _cells(node: Node, name: str, step: Rehearsal) -> str:
     )
 
 
-def _labelled(label: str, nbytes: int) -> str:
-    return f'<small class="label">{label} </small>{size(nbytes)}' if nbytes else ""
+def _labelled(title: str, nbytes: int) -> str:
+    return f"{label(title)}{size(nbytes)}" if nbytes else ""
 
 
 def _notes(node: Node, step: Rehearsal) -> Iterator[str]:
@@ -88,13 +88,8 @@ def _precision(unit: ShardUnit) -> Iterator[str]:
 
 
 STYLE = """
-.outline .row { grid-template-columns: minmax(0, 1fr) 11rem 8rem 14rem; }
+.outline .row { grid-template-columns: minmax(0, 1fr) 11rem 8rem 16rem; }
 .outline .tag { border: 1px solid var(--line); border-radius: .3rem; padding: 0 .3rem; }
-.outline .label { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-.outline .share i { width: 4rem; } .outline .share small { font-size: .75rem; }
-.outline { container-type: inline-size; }
-@container (max-width: 52rem) { .outline .row { display: flex; flex-wrap: wrap; gap: 0 .9rem; }
-  .outline .head.row { display: none; } .outline .name { flex-basis: 100%; }
-  .outline .label { position: static; width: auto; height: auto; clip-path: none; }
-  .outline details > .row:not(summary), .outline details > details { margin-left: .5rem; } }
+.outline .share small:last-child { min-width: 3.2rem; }
+@container (max-width: 52rem) { .outline .label { flex-basis: 6.5rem; } .outline .share data { min-width: 5.7rem; } }
 """

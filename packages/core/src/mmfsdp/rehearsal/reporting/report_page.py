@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from mmfsdp.basics.pages import axes
 from mmfsdp.basics.pages.frame import html_page
-from mmfsdp.basics.pages.markup import section, size, table, text
-from mmfsdp.basics.text import human_range
+from mmfsdp.basics.pages.markup import name_text, section, size, table, text, verdict
 from mmfsdp.errors import ConfigError
 from mmfsdp.rehearsal.fakes.compiling import EAGER_INSTEAD
-from mmfsdp.rehearsal.reporting import axes, curves, lanes, looks, memory, outline, treemap
+from mmfsdp.rehearsal.reporting import curves, lanes, looks, memory, outline, treemap
 from mmfsdp.rehearsal.reporting.curves import scaled_times
 from mmfsdp.rehearsal.reporting.modules import module_tree
 from mmfsdp.rehearsal.reporting.script import SCRIPT
@@ -51,7 +51,6 @@ def report(
         raise ConfigError(f"names has {len(shown)} names for {len(steps)} rehearsals. Give one for each, or none.")
     trees = [module_tree(step) for step in steps]
     top = memory.top_of(steps)
-    peak = max(step.peak.nbytes for step in steps) or 1
     machines = [device_of(device or step.device or ("cpu" if step.device_type == "cpu" else "h100")) for step in steps]
     machines = [replace(machine, links=links_of(links, machine.links)) for machine in machines]
     times = [step.time(machine) for step, machine in zip(steps, machines, strict=True)]
@@ -61,13 +60,22 @@ def report(
     ]
     longest = max(time.seconds for time in times)
 
-    def each(draw: Callable[[int], str]) -> str:
-        columns = [(f"<h3>{text(shown[index])}</h3>" if steps[1:] else "") + draw(index) for index in range(len(steps))]
-        return f'<div class="pair">{"".join(f"<div>{column}</div>" for column in columns)}</div>'
+    maps = treemap.treemaps(trees)
+
+    def each(draw: Callable[[int], str], *, named: bool = True) -> str:
+        heads = [f"<h3>{name_text(name)}</h3>" if steps[1:] and named else "" for name in shown]
+        columns = "".join(f"<div>{head}{draw(index)}</div>" for index, head in enumerate(heads))
+        return f'<div class="pair">{columns}</div>'
 
     parts = [
-        _header(steps, shown),
-        each(lambda index: _cards(steps[index], times[index])),
+        each(
+            lambda index: (
+                _header(steps[index], machines[index], shown[index] if steps[1:] else "")
+                + _cards(steps[index], times[index])
+            ),
+            named=False,
+        ),
+        "" if device or steps[0].device or steps[0].device_type == "cpu" else _ASSUMED,
         section("differences", "What differs", compared(steps, times, shown)) if steps[1:] else "",
         section(
             "memory",
@@ -84,7 +92,8 @@ def report(
         section(
             "bytes",
             "Whose bytes the peak is",
-            each(lambda index: treemap.treemap(trees[index], steps[index].peak.nbytes / peak)),
+            '<p class="note">Colours are modules, patterns are kinds of memory, and areas are bytes.</p>',
+            each(lambda index: maps[index]),
         ),
         section("modules", "Modules", each(lambda index: outline.outline(steps[index], trees[index]))),
         section(
@@ -123,25 +132,36 @@ def _model(step: Rehearsal) -> str:
     return step.plan.root.class_name
 
 
-def _header(steps: Sequence[Rehearsal], names: Sequence[str]) -> str:
-    lines = []
-    for step, name in zip(steps, names, strict=True):
-        head = f"<b>{text(name)}</b>: " if steps[1:] else ""
-        plan = step.plan
-        rest = f"rank {step.rank} of {step.mesh}, {plan.strategy} with {plan.engine}, to train on {step.device_type}"
-        recomputed = "" if plan.activation_checkpointing is None else ", with activation checkpointing"
-        lines.append(f"<li>{head}{text(rest)}{recomputed}{', offloaded to the CPU' if plan.cpu_offload else ''}</li>")
-    return (
-        f'<header><h1>A step of <code>{text(_model(steps[0]))}</code></h1><ul class="plain">{"".join(lines)}</ul>'
-        "</header>"
-    )
+def _header(step: Rehearsal, machine: Device, name: str) -> str:
+    """Return whether a step fits, and what was rehearsed."""
+    plan, memory = step.plan, machine.memory if step.device_type == "cuda" else 0
+    state = ""
+    if memory and step.device_bytes()[1] <= memory:
+        state = "good"
+    elif memory and not step.retries(memory).fits[1]:
+        state = "bad"
+    about = f"<b>{name_text(name)}</b>: a" if name else "A"
+    rest = f"rank {step.rank} of {step.mesh}, {plan.strategy} with {plan.engine}, to train on {machine.name}"
+    recomputed = "" if plan.activation_checkpointing is None else ", with activation checkpointing"
+    offloaded = ", offloaded to the CPU" if plan.cpu_offload else ""
+    line = f"{about} step of <code>{text(_model(step))}</code>, {text(rest)}{recomputed}{offloaded}."
+    return verdict(state, text(step.verdict(memory or None)), f"{_gauge(step, memory)}<p>{line}</p>")
+
+
+def _gauge(step: Rehearsal, memory: int) -> str:
+    """Return a bar: what the process takes of a GPU for certain, what it may take, and what is left."""
+    if not memory:
+        return ""
+    low, high = step.device_bytes()
+    whole = max(memory, high)
+    parts = (("least", low), ("most", high - low))
+    inner = "".join(f'<b class="{kind}" style="width:{100 * nbytes / whole:.2f}%"></b>' for kind, nbytes in parts)
+    return f'<i class="gauge" aria-hidden="true" style="--memory:{100 * memory / whole:.2f}%">{inner}</i>'
 
 
 def _cards(step: Rehearsal, time: StepTime) -> str:
-    taken = human_range(step.device_bytes())
     sent = sum(item.nbytes for item in step.collectives if item.ranks > 1)
     cards = [
-        *([(taken, "taken of the GPU")] if step.device_type == "cuda" else []),
         (size(step.peak.nbytes), "at the peak"),
         (size(sum(step.static.values())), "between steps"),
         *([(size(step.cpu_bytes), "in CPU memory")] if step.on_cpu else []),
@@ -150,13 +170,7 @@ def _cards(step: Rehearsal, time: StepTime) -> str:
         (f"{step.plan.param_numel:,}", "parameters"),
         (f"{len(step.plan.units):,}", "shard units"),
     ]
-    wide = step.device_type == "cuda"  # an interval takes the room of two
-    cells = len(cards) + wide
-    items = [f"<li><b>{value}</b> {label}</li>" for value, label in cards]
-    if wide:
-        items[0] = items[0].replace("<li>", '<li class="two">', 1)
-    odd = " odd" if cells % 2 else ""
-    return f'<ul class="cards{odd}" style="--half:{-(-cells // 2)}">{"".join(items)}</ul>'
+    return f'<ul class="cards">{"".join(f"<li><b>{value}</b> {label}</li>" for value, label in cards)}</ul>'
 
 
 def _sent(step: Rehearsal) -> str:
@@ -185,25 +199,12 @@ def _notes(step: Rehearsal) -> str:
     return f"<ul>{''.join(f'<li>{text(note)}</li>' for note in notes)}</ul>"
 
 
+_ASSUMED = '<p class="note">No device was named: times and the memory of the GPU are those of an H100.</p>'
 _STYLE = """
-h3 { font-size: 1rem; margin: .8rem 0 .3rem; }
-.plain { list-style: none; padding: 0; margin: .3rem 0; color: var(--dim); }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 2rem; }
-.pair > div { min-width: 0; container-type: inline-size; }
-.pair .cards { display: grid; grid-template-columns: repeat(var(--half), 1fr); margin: .8rem 0 0; }
-.pair .cards .two, .pair .cards.odd li:last-child { grid-column: span 2; }
-@container (max-width: 36rem) { .pair .cards { grid-template-columns: 1fr 1fr; } }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--dim); font-size: .85rem; padding: .2rem 0; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); font-weight: 400;
-  vertical-align: top; }
-thead th { color: var(--dim); font-size: .85rem; } .num { text-align: right; white-space: nowrap; }
-th code { overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border-radius: .3rem;
-  background: var(--soft); padding: .5rem; font-size: .8rem; }
-details > summary { cursor: pointer; }
-@media (max-width: 48rem) { table { font-size: .8rem; } th, td { padding-right: .45rem; }
-  th .swatch { width: .8em; height: .8em; margin-right: .25em; } }
-@media print { section { break-inside: avoid-page; } }
+.pair > div { min-width: 0; }
+.gauge { display: flex; position: relative; height: .8rem; border-radius: .4rem; overflow: hidden; margin: .5rem 0;
+  background: linear-gradient(90deg, var(--line) var(--memory), var(--warn) 0); }
+.gauge .least { background: var(--mark); }
+.gauge .most { background: repeating-linear-gradient(135deg, var(--mark) 0 3px, #0000 3px 6px); }
 """

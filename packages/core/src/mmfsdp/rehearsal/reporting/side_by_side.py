@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmfsdp.basics.pages.markup import signed, size, table, text
+from mmfsdp.basics.pages.markup import name_text, share, signed, size, table, text
 from mmfsdp.basics.text import human_bytes
 from mmfsdp.rehearsal.recording.step_records import KINDS
 from mmfsdp.rehearsal.reporting.looks import key_of
@@ -30,7 +30,7 @@ def compared(steps: Sequence[Rehearsal], times: Sequence[StepTime], names: Seque
             continue
         shown = "\n".join(text(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...") for line in lines[:_LINES])
         more = f"\nand {len(lines) - _LINES} more" if lines[_LINES:] else ""
-        title = f"How the plan of {text(name)} differs: {len(lines)} line{'s' if lines[1:] else ''}"
+        title = f"How the plan of {name_text(name)} differs: {len(lines)} line{'s' if lines[1:] else ''}"
         parts.append(f"<details open><summary>{title}</summary><pre>{shown}{more}</pre></details>")
     return "".join(parts)
 
@@ -38,7 +38,7 @@ def compared(steps: Sequence[Rehearsal], times: Sequence[StepTime], names: Seque
 def _sentence(first: Rehearsal, other: Rehearsal, name: str, other_name: str) -> str:
     change = other.peak.nbytes - first.peak.nbytes
     if not change:
-        return f"<b>{text(other_name)}</b> and <b>{text(name)}</b> need the same at their peaks."
+        return f"<b>{name_text(other_name)}</b> and <b>{name_text(name)}</b> need the same at their peaks."
     verb = "more" if change > 0 else "less"
     kinds = {
         kind: other.peak.by_kind.get(kind, 0) - first.peak.by_kind.get(kind, 0)
@@ -48,7 +48,7 @@ def _sentence(first: Rehearsal, other: Rehearsal, name: str, other_name: str) ->
     sent = _sent(other) - _sent(first)
     much = f"{human_bytes(abs(sent))} {'more' if sent > 0 else 'less'}" if sent else "as much"
     return (
-        f"At its peak, <b>{text(other_name)}</b> needs {size(abs(change))} {verb} than <b>{text(name)}</b>: "
+        f"At its peak, <b>{name_text(other_name)}</b> needs {size(abs(change))} {verb} than <b>{name_text(name)}</b>: "
         f"{size(other.peak.nbytes)}, not {size(first.peak.nbytes)}. The largest change is {signed(kinds[largest])} of "
         f"{text(largest)}. It sends {much} in a step."
     )
@@ -65,17 +65,26 @@ def _duration(first: StepTime, other: StepTime) -> str:
 
 
 def _table(first: Rehearsal, other: Rehearsal, name: str, other_name: str) -> str:
-    rows = []
-    for kind in (kind for kind in KINDS if kind in first.peak.by_kind or kind in other.peak.by_kind):
-        a, b = first.peak.by_kind.get(kind, 0), other.peak.by_kind.get(kind, 0)
-        rows.append((f'<i class="swatch k-{key_of(kind)}"></i>{text(kind)}', size(a), size(b), signed(b - a)))
+    one, two = first.peak.by_kind, other.peak.by_kind
     pairs = [
+        (f'<i class="swatch k-{key_of(kind)}"></i>{text(kind)}', one.get(kind, 0), two.get(kind, 0))
+        for kind in KINDS
+        if kind in one or kind in two
+    ]
+    pairs += [
         ("peak", first.peak.nbytes, other.peak.nbytes),
         ("between steps", sum(first.static.values()), sum(other.static.values())),
         ("sent in the step", _sent(first), _sent(other)),
     ]
-    rows += [(title, size(a), size(b), signed(b - a)) for title, a, b in pairs]
-    return table(f"{name} and {other_name}", ("", name, other_name, "difference"), rows)
+    rows = [(title, size(a), size(b), f"{signed(b - a)} <small>{_ratio(a, b)}</small>") for title, a, b in pairs]
+    caption = f"Held at the peak, by kind. Differences are those of {other_name} from {name}, in percent of {name}."
+    return table(caption, ("", name, other_name, "difference"), rows)
+
+
+def _ratio(first: int, other: int) -> str:
+    """Return a difference relative to the first of two sizes, in percent."""
+    sign = "+" if other > first else "\u2212"
+    return "" if first == other else f"{sign}{share(abs(other - first), first)}" if first else "new"
 
 
 def _sent(step: Rehearsal) -> int:

@@ -1,23 +1,34 @@
-"""Draws what a rank holds at the peak as a treemap: modules within modules, and in each the kinds of memory."""
+"""Draws what a rank holds at the peak as a treemap: modules have colours, and kinds of memory have patterns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from mmfsdp.basics.pages.markup import exact, share, text
+from mmfsdp.basics.pages.markup import exact, name_text, share, size, text
 from mmfsdp.basics.text import human_bytes
-from mmfsdp.rehearsal.reporting.looks import key_of
-from mmfsdp.rehearsal.reporting.modules import Node, owner_of
+from mmfsdp.rehearsal.recording.step_records import KINDS
+from mmfsdp.rehearsal.reporting.looks import texture_of
+from mmfsdp.rehearsal.reporting.modules import OWNERS, Node, owner_of
 
-__all__ = ["STYLE", "squarified", "treemap"]
+__all__ = ["STYLE", "squarified", "treemaps"]
 
 _LEVELS = 4  # of modules within modules
 _SMALLEST = 0.002  # of the whole; smaller ones are joined
 _LONE = 0.9  # of a module; a module inside it that holds more replaces it
-_FRAMED = 0.04  # of the whole; smaller groups get no title
+_FRAMED = 0.05  # of the largest map; smaller groups get no title
+_LARGE = 0.3  # of the whole; the modules inside a larger one have colours of their own
 
-_SIDES = ("left", "top", "width", "height")
+# Light colours for black labels, which people with any colour vision can tell apart (Paul Tol, "Colour Schemes", 2021).
+# Charts by kind have none of them.
+_COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#44bb99", "#99ddff", "#bbcc33", "#aaaa00")
+_REST = "rest"
+_SMALLER = "smaller"
+
+_Part = tuple[str, list["_Item"]]
+"""A module, as HTML, and what it holds."""
 
 _Box = tuple[float, float, float, float]
 """Left, top, width and height."""
@@ -33,23 +44,47 @@ class _Item:
     nbytes: int
     kind: str = ""
     inside: tuple[_Item, ...] = ()
+    colour: str = ""
+    """The look of the module; empty for that of the group around it."""
 
 
-def treemap(root: Node, scale: float = 1.0) -> str:
-    """Return what the nodes hold at the peak as nested rectangles.
+def treemaps(roots: Sequence[Node]) -> list[str]:
+    """Return what each model's nodes hold at the peak as nested rectangles, and what colours and patterns mean.
 
-    Args:
-        root: The model.
-        scale: The height, as a share of the highest treemap's on the page: apart from titles, equal areas are equal
-            bytes.
+    A module has the same colour in all of them, and apart from titles, equal areas are equal bytes.
     """
-    total = root.total("held").total()
-    items = _items(root, 0, total)
-    if not items:
-        return ""
-    inner = "".join(_boxes(items, total, 100.0, 52.0))
+    totals = [root.total("held") for root in roots]
+    items = [_items(root, 0, held.total()) for root, held in zip(roots, totals, strict=True)]
+    parts = [_parts(own, held.total()) for own, held in zip(items, totals, strict=True)]
+    sums: Counter[str] = Counter()
+    for name, members in chain.from_iterable(parts):
+        sums[name] += _sum(members)
+    looks = {name: str(index) for index, (name, _) in enumerate(sums.most_common(len(_COLOURS)))}
+    for name, members in chain.from_iterable(parts):
+        for item in members:
+            item.colour = looks.get(name, _REST)
+    most = max(held.total() for held in totals)
+    return [
+        _treemap(own, part, held, most) if own else "" for own, part, held in zip(items, parts, totals, strict=True)
+    ]
+
+
+def _treemap(items: Sequence[_Item], parts: Sequence[_Part], held: Mapping[str, int], most: int) -> str:
+    total = sum(held.values())
+    shown = [(members[0].colour, name, _sum(members)) for name, members in parts if members[0].colour != _REST]
+    if rest := total - sum(nbytes for *_, nbytes in shown):
+        shown.append((_REST, "the rest", rest))
+    modules = "".join(
+        f'<li><i class="swatch m-{look}"></i>{name} {size(nbytes)}, {share(nbytes, total)}</li>'
+        for look, name, nbytes in shown
+    )
+    kinds = "".join(
+        f'<li><i class="swatch p-{texture_of(kind)}"></i>{text(kind)}</li>' for kind in KINDS if held.get(kind)
+    )
+    inner = "".join(_boxes(items, total, _FRAMED * most, 100.0, 52.0))
     return (
-        f'<div class="cells treemap" style="--scale:{scale:.4f}" role="group" '
+        f'<ul class="legend">{modules}</ul><ul class="legend">{kinds}</ul>'
+        f'<div class="cells treemap" style="--scale:{total / most:.4f}" role="group" '
         f'aria-label="Bytes held at the peak, by module and kind">{inner}</div><output class="told"></output>'
     )
 
@@ -78,7 +113,7 @@ def _items(node: Node, level: int, total: int) -> list[_Item]:
     small = [item for item in found if item.nbytes < _SMALLEST * total]
     if len(small) > 1:
         joined = sum(item.nbytes for item in small)
-        large.append(_Item(f"{len(small)} smaller", node.path or "the model", joined, "smaller"))
+        large.append(_Item(f"{len(small)} smaller", node.path or "the model", joined, _SMALLER))
     return large + small[: len(small) == 1]
 
 
@@ -101,46 +136,99 @@ def _lifted(node: Node) -> Iterator[Node]:
             yield child
 
 
-def _boxes(items: Sequence[_Item], total: int, width: float, height: float) -> Iterator[str]:
+def _parts(items: Sequence[_Item], total: int) -> list[_Part]:
+    """Return the modules that get a colour if there are enough, each as HTML with its items, the largest first.
+
+    Where one module holds most, its modules have the colours, so that the picture has parts to tell apart.
+    """
+    parts = _by_module(items)
+    split: set[str] = set()
+    while len(parts) < len(_COLOURS):
+        whole = max((part for part in parts if part[0].inside), key=_sum, default=[])
+        if _sum(whole) <= _LARGE * total:
+            break
+        parts = [part for part in parts if part is not whole] + _by_module(whole[0].inside)
+        split.add(whole[0].where)
+    parts.sort(key=_sum, reverse=True)
+    return [(_named(part[0].where, itself=part[0].where in split), part) for part in parts]
+
+
+def _named(where: str, *, itself: bool) -> str:
+    return where if where in OWNERS else f"<code>{name_text(where)}</code>{' itself' if itself else ''}"
+
+
+def _by_module(items: Sequence[_Item]) -> list[list[_Item]]:
+    """Return the items of each module, without those that are joined from several."""
+    found: dict[str, list[_Item]] = {}
+    for item in items:
+        if item.kind != _SMALLER:
+            found.setdefault(item.where, []).append(item)
+    return [*found.values()]
+
+
+def _sum(items: Sequence[_Item]) -> int:
+    return sum(item.nbytes for item in items)
+
+
+def _boxes(
+    items: Sequence[_Item], total: int, framed: float, width: float, height: float, around: str = _REST
+) -> Iterator[str]:
     items = sorted(items, key=lambda item: -item.nbytes)
     boxes = squarified([item.nbytes for item in items], width, height)
     for item, (left, top, wide, high) in zip(items, boxes, strict=True):
-        parts = zip(_SIDES, (left / width, top / height, wide / width, high / height), strict=True)
-        style = ";".join(f"{side}:{100 * part:.2f}%" for side, part in parts)
+        parts = zip("xywh", (left / width, top / height, wide / width, high / height), strict=True)
+        style = ";".join(f"--{side}:{100 * part:.2f}%" for side, part in parts)
+        look = item.colour or around
         if item.inside:
-            inner = "".join(_boxes(item.inside, total, wide, high))
-            titled = item.nbytes >= _FRAMED * total
-            title = f"<b>{text(item.label)} <small>{human_bytes(item.nbytes)}</small></b>" if titled else ""
-            yield f'<div class="group{" titled" if titled else ""}" style="{style}">{title}<div>{inner}</div></div>'
+            inner = "".join(_boxes(item.inside, total, framed, wide, high, look))
+            titled = item.nbytes >= framed
+            title = _line(text(item.label), f"<small>{human_bytes(item.nbytes)}</small>") if titled else ""
+            kind = f"{' titled' if titled else ''}{f' m-{look}' if look != _REST else ''}"
+            yield f'<div class="group{kind}" style="{style}">{title}<div>{inner}</div></div>'
         else:
-            kind = f'<span class="kind">{text(item.kind)}</span>' if item.kind != "smaller" else ""
+            lines = _line(f"<b>{text(item.label)}</b>") + _line(human_bytes(item.nbytes))
+            lines += _line(text(item.kind)) if item.kind != _SMALLER else ""
             said = f"{item.where}: {item.kind}, {exact(item.nbytes)}, {share(item.nbytes, total)} of the peak"
             yield (
-                f'<div class="cell k-{key_of(item.kind)}" role="img" tabindex="-1" title="{text(said)}" '
-                f'data-bytes="{item.nbytes}" style="{style}"><span>{text(item.label)}</span>'
-                f"<span>{human_bytes(item.nbytes)}</span>{kind}</div>"
+                f'<div class="cell m-{look} p-{texture_of(item.kind)}" role="img" tabindex="-1" title="{text(said)}" '
+                f'data-bytes="{item.nbytes}" style="{style}">{lines}</div>'
             )
 
 
-STYLE = """
-.treemap { position: relative; height: calc(34rem * var(--scale)); background: var(--line); overflow: hidden;
-  border-radius: .3rem; }
-.treemap div { position: absolute; overflow: hidden; }
-.treemap .group { border: 1px solid var(--page); background: var(--soft); }
-.treemap .group > div { inset: 0; }
-.treemap .titled > div { inset: 1.15rem 1px 1px 1px; }
-.treemap .group > b { display: block; font: 600 .72rem/1.15rem system-ui, sans-serif; padding: 0 .3rem;
-  white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.treemap .cell { border: 1px solid var(--page); font-size: .72rem; line-height: 1.15; container-type: size; }
-.treemap .cell span { display: block; padding: 0 .3rem; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis; }
-.treemap .cell span:first-child { padding-top: .2rem; }
-@container (max-height: 2.7rem) { .treemap .cell .kind { display: none; } }
-@container (max-width: 2.6rem) or (max-height: 1.7rem) { .treemap .cell span { display: none; } }
-.treemap .cell:focus-visible { outline: 3px solid var(--ink); outline-offset: -3px; }
-.treemap .cell:hover { filter: brightness(1.1); }
-.told { display: block; min-height: 1.6em; font-size: .85rem; color: var(--dim); }
-@media (max-width: 48rem) { .treemap { height: calc(30rem * var(--scale)); } }
+def _line(*shown: str) -> str:
+    return f'<span class="fit">{"".join(f"<span>{part}</span>" for part in shown)}</span>'
+
+
+_RULES = "\n".join(f".m-{look} {{ --tint: {colour}; }}" for look, colour in [*enumerate(_COLOURS), (_REST, "#dddddd")])
+
+# Where there is no room beside it, the map is mirrored along its diagonal, so that it is high instead of wide.
+STYLE = f"""
+{_RULES}
+.treemap, .legend {{ --tint: #dddddd; }}
+.swatch[class*=" m-"], .swatch[class*=" p-"] {{ background-color: var(--tint); }}
+.treemap {{ position: relative; height: calc(min(34rem, max(52cqw, 22rem)) * var(--scale)); overflow: hidden;
+  border-radius: .3rem; }}
+.treemap div {{ position: absolute; overflow: hidden; left: var(--x); top: var(--y); width: var(--w);
+  height: var(--h); }}
+@container (max-width: 30rem) {{ .treemap {{ height: calc(165cqw * var(--scale)); }}
+  .treemap div {{ left: var(--y); top: var(--x); width: var(--h); height: var(--w); }} }}
+.treemap .group {{ border: 1px solid var(--page); background: var(--soft); }}
+.treemap .group[class*=" m-"] {{ background: var(--tint); color: #111; }}
+.treemap .group > div {{ inset: 0; width: auto; height: auto; }}
+.treemap .titled > div {{ inset: 1.2rem 1px 1px 1px; }}
+.treemap .group > .fit {{ font-size: .75rem; line-height: 1.2rem; height: 1.2rem; gap: 0 .35rem;
+  font-weight: 600; }}
+.treemap .group small {{ color: inherit; font-weight: 400; }}
+.treemap .cell {{ border: 1px solid var(--page); font-size: .75rem; container-type: size; color: #111;
+  background-color: var(--tint); }}
+.treemap .cell .fit {{ height: 1.15rem; line-height: 1.15rem; }}
+.treemap .cell .fit > span {{ padding: 0 .3rem; background: var(--tint); }}
+@container (max-height: 3.5rem) {{ .treemap .cell .fit:nth-child(3) {{ display: none; }} }}
+@container (max-height: 2.4rem) {{ .treemap .cell .fit:nth-child(2) {{ display: none; }} }}
+@container (max-height: 1.2rem) {{ .treemap .cell .fit {{ display: none; }} }}
+.treemap .cell:focus-visible {{ outline: 3px solid var(--ink); outline-offset: -3px; }}
+.treemap .cell:hover {{ filter: brightness(1.1); }}
+.told {{ display: block; min-height: 1.6em; font-size: .85rem; color: var(--dim); }}
 """
 
 
