@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mmengine.registry import MODELS, DefaultScope
 from tests.forked_scripts import python
 
@@ -16,6 +18,7 @@ from mmfsdp.frontends import read_config
 from mmfsdp_mmengine.configs.lookup import UnknownNameError
 from mmfsdp_mmengine.configs.packages import to_install, what_to_install
 
+RELEASE = torch.__version__.partition("+")[0]
 READ_BASE = "from mmengine.config import read_base\n"
 
 
@@ -36,6 +39,26 @@ def test_reading(tmp_path: Path, text: str, message: str) -> None:
     assert message in caught.value.message
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the temporary file that MMEngine then leaves open
+def test_a_config_that_was_copied_out_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "site" / "mmyolo" / ".mim" / "configs" / "v5"
+    shipped.mkdir(parents=True)
+    (shipped.parents[2] / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    text = "_base_ = ['../_base_/default_runtime.py']"
+    for path in (shipped / "v5_s.py", tmp_path / "v5_s.py", tmp_path / "mine.py"):
+        path.write_text(text)
+    for name, end in (
+        ("v5_s.py", "In a config of your own, write: _base_ = 'mmyolo::v5/v5_s.py'"),
+        ("mine.py", "default_runtime.py'."),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_config(tmp_path / name)
+        assert caught.value.message.endswith(end)
+        del caught
+        gc.collect()
+
+
 def test_bases_of_other_packages() -> None:
     # MMEngine says either of these, depending on setuptools' release.
     error = ModuleNotFoundError("No module named 'pkg_resources'")
@@ -45,27 +68,45 @@ def test_bases_of_other_packages() -> None:
     assert what_to_install(ValueError("something else")) == ""
 
 
-def test_a_scope_whose_modules_cannot_be_imported_is_one_error(tmp_path: Path) -> None:
+MISSING = "raise ModuleNotFoundError(\"No module named '{}'\")"
+FAILURES = {
+    # What is raised, by which file of the package; what the finding says.
+    "mmcv": (MISSING.format("mmcv"), "__init__", "Install it with: pip install 'mmcv-lite<2.2'"),
+    "release of mmcv": ("raise AssertionError('MMCV==3.0 is used')", "__init__", "AssertionError: MMCV==3.0 is used"),
+    "mmcv-lite": (MISSING.format("mmcv._ext"), "models", "no compiled operations"),
+    "torchvision": (MISSING.format("torchvision"), "models", f"pip install torch=={RELEASE} torchvision"),
+    "build of torchvision": (
+        "raise RuntimeError('operator torchvision::nms does not exist')",
+        "models",
+        f"Install both together: pip install --force-reinstall torch=={RELEASE} torchvision",
+    ),
+    "compiled code": ("raise OSError('libcudart.so: cannot open')", "models", "Repair or reinstall the package."),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_scope_whose_modules_cannot_be_imported_is_one_error(tmp_path: Path, failure: str) -> None:
+    """Its model, hooks and optimizer are not looked up; what can be said of the config is said all the same."""
     package = tmp_path / "broken_scope"
     package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "models.py").write_text("raise ImportError(\"No module named 'mmcv._ext'\")")
     registries = ", ".join(f"{name} as {name}_" for name in ("HOOKS", "OPTIMIZERS", "MODELS"))
     own = [
         f"{name} = Registry({name}_.name, parent={name}_, locations=['broken_scope.models'])"
         for name in ("HOOKS", "OPTIMIZERS", "MODELS")
     ]
-    lines = [f"from mmengine.registry import Registry, {registries}", *own]
-    (package / "registry.py").write_text("\n".join(lines))
+    raised, file, advice = FAILURES[failure]
+    for name in ("__init__", "models"):
+        (package / f"{name}.py").write_text(raised if name == file else "")
+    (package / "registry.py").write_text("\n".join([f"from mmengine.registry import Registry, {registries}", *own]))
     (tmp_path / "config.py").write_text(
         "default_scope = 'broken_scope'\ncustom_imports = dict(imports=['mmfsdp_mmengine'])\n"
-        "model = dict(type='M')\noptim_wrapper = dict(optimizer=dict(type='O'))\n"
-        "custom_hooks = [dict(type='A'), dict(type='B')]\n"
+        "model = dict(type='M')\noptim_wrapper = dict(optimizer=dict(type='AdamW'))\n"
+        "custom_hooks = [dict(type='A'), dict(type='EMAHook')]\n"
     )
     code = (
         "from mmfsdp.frontends import read_config\n"
         "for item in read_config('config.py').diagnose(None).findings:\n"
-        "    if item.level == 'error': print(item.path, item.here)"
+        "    print(item.level, item.path, item.here)"
     )
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
@@ -76,11 +117,10 @@ def test_a_scope_whose_modules_cannot_be_imported_is_one_error(tmp_path: Path) -
         text=True,
         check=True,
     )
-    model, scope = done.stdout.splitlines()
-    assert model.startswith("model The model cannot be built: ")
-    assert scope.startswith("default_scope No name can be looked up, because importing the modules of 'broken_scope'")
-    assert "no compiled operations" in model
-    assert "no compiled operations" in scope
+    error, warning = done.stdout.splitlines()
+    assert error.startswith("error default_scope No name of it can be looked up: ")
+    assert advice in error
+    assert warning.startswith("warning strategy nothing is sharded")
 
 
 def test_a_default_scope() -> None:

@@ -12,7 +12,7 @@ from mmengine.registry import DefaultScope, Registry
 from mmfsdp.errors import ConfigError, closest
 from mmfsdp_mmengine.configs.packages import to_install, what_to_install
 
-__all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type"]
+__all__ = ["UnknownNameError", "check_known", "unknown_name", "unknown_type", "why_scope_fails"]
 
 
 class UnknownNameError(ConfigError, KeyError):
@@ -56,7 +56,8 @@ def unknown_name(name: str, registry: Registry, config: str | None = None) -> Un
     if not searched:
         scopes = ", ".join(repr(place.scope) for place in others)
         looked = f"no scope, as {name.partition('.')[0]!r} is none of {scopes}"
-    cause = _why_without_registry(name, registry)
+    cause = why_scope_fails(name, registry) or _why_without_registry(name, registry)
+    cause = cause and f" {cause}"
     advice = cause or (
         " If the class is yours, list the module that registers it in custom_imports. If it belongs to a package, "
         f"install the package and write 'scope.{bare}' or set default_scope."
@@ -111,32 +112,52 @@ def _as_import(name: str) -> str:
     return f", and tried to import it as {name!r}" if "." in name else ""
 
 
-def _why_without_registry(name: str, registry: Registry) -> str:
-    """Return why the scope of a name, or else the default scope, has no registry; empty if it has one."""
-    scope, _ = Registry.split_scope_key(name)
-    current = DefaultScope.get_current_instance()
-    said = "The scope of the name is" if scope else "default_scope is"
-    scope = scope or (None if current is None else current.scope_name)
-    if scope is None or any(place.scope == scope for place in _tree(registry.root)):
+def why_scope_fails(name: str, registry: Registry) -> str:
+    """Return why the package of a name's scope, or else of the default scope, gives no registry; empty if it does.
+
+    It is empty as well for a scope that is no package, see `unknown_name`.
+    """
+    said, scope = _scope_without_registry(name, registry)
+    if scope is None:
         return ""
     if (command := to_install(scope)) is not None:
-        return f" {said} {scope!r}, but that package is not installed ({command})."
-    try:
-        found = find_spec(scope) is not None
-    except ValueError:  # a module that is no package, as __main__
-        found = False
-    if not found:
-        return (
-            f" {said} {scope!r}, but no module of that scope is imported. No package has that name: correct it, or "
-            "list the module that registers the scope's classes in custom_imports."
-        )
+        return f"{said} {scope!r}, but that package is not installed ({command})."
+    if not _is_package(scope):
+        return ""
     try:
         import_module(f"{scope}.registry")  # as MMEngine did, which does not say why it failed
     except Exception as error:  # importing a package may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == f"{scope}.registry":
-            return f" {said} {scope!r}, but that package has no module {scope}.registry, which makes a scope of it."
+            return f"{said} {scope!r}, but that package has no module {scope}.registry, which makes a scope of it."
         return (
-            f" {said} {scope!r}: that package is installed, and importing it failed with {type(error).__name__}: "
+            f"{said} {scope!r}: that package is installed, and importing it failed with {type(error).__name__}: "
             f"{error}. {what_to_install(error) or 'Repair or reinstall the package.'}"
         )
     return ""
+
+
+def _why_without_registry(name: str, registry: Registry) -> str:
+    """Return that the scope of a name, or else the default scope, is no package; empty if it is one."""
+    said, scope = _scope_without_registry(name, registry)
+    if scope is None or _is_package(scope):
+        return ""
+    return (
+        f"{said} {scope!r}, but no module of that scope is imported. No package has that name: correct it, or "
+        "list the module that registers the scope's classes in custom_imports."
+    )
+
+
+def _scope_without_registry(name: str, registry: Registry) -> tuple[str, str | None]:
+    """Return the scope of a name, or else the default scope, after how to call it; None for one with a registry."""
+    scope, _ = Registry.split_scope_key(name)
+    current = DefaultScope.get_current_instance()
+    said = "The scope of the name is" if scope else "default_scope is"
+    scope = scope or (None if current is None else current.scope_name)
+    return said, None if scope is None or any(place.scope == scope for place in _tree(registry.root)) else scope
+
+
+def _is_package(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # a module that is no package, as __main__
+        return False

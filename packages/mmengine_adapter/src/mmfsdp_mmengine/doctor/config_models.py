@@ -45,8 +45,8 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
             if isinstance(error, UnknownNameError) and error.message.startswith(f"{name} is not in the "):
                 raise UnknownNameError(error.message, config=path) from error
         text = f"The model cannot be built: {reason}"
-        if isinstance(error, ImportError):
-            text = f"{text}. {what_to_install(error)}".rstrip()
+        if (advice := what_to_install(error)) or isinstance(error, ImportError):
+            text = f"{text}. {advice}".rstrip()
         raise ConfigError(text, config="model") from error
     return model
 

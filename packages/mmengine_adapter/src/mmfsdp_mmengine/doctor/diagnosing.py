@@ -62,17 +62,18 @@ def _diagnose(
     inherited: frozenset[str],
 ) -> Diagnosis:
     model: nn.Module | None = None
-    found: list[Finding] = []
+    failed: list[Finding] = []
     try:
         model = build_model(settings)
     except MmfsdpError as error:
-        found.append(Finding("error", str(error.context.get("config", "model")), error.message))
+        failed.append(Finding("error", str(error.context.get("config", "model")), error.message))
     whole, refused = _plan(settings, model, mesh)
     if model is not None and whole is not None:
         whole = _with_muon(whole, settings, model)
     subject = Subject(settings, sharding_of(settings), model, whole, written, inherited)
-    for look in FINDINGS:
-        found += look(subject)
+    found = [item for look in FINDINGS for item in look(subject)]
+    if not any(item.level == "error" and item.path == "default_scope" for item in found):  # else it says why
+        found = failed + found
     if refused is not None:
         path_of_it = sharding.setting_of(subject, refused)
         if not any(item.level == "error" and item.path.startswith(path_of_it) for item in found):

@@ -14,7 +14,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import Diagnosis, TrainingStep
 from mmfsdp.torch_style import Translated
 from mmfsdp_mmengine.configs.arguments import plain
-from mmfsdp_mmengine.configs.packages import what_to_install
+from mmfsdp_mmengine.configs.packages import shipped_config, what_to_install
 from mmfsdp_mmengine.doctor.config_models import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.diagnosing import diagnose
 from mmfsdp_mmengine.doctor.optimizer_findings import optimizer_of
@@ -53,7 +53,8 @@ class MMEngineConfig:
             self.written = written if Config._is_lazy_import(str(self.path)) else None
         except Exception as error:  # a config is a program
             reason = f"{type(error).__name__}: {error}".rstrip(".")
-            text = f"{self.path.name} cannot be read: {reason}. {what_to_install(error)}".rstrip()
+            advice = what_to_install(error) or _without_base(error, self.path)
+            text = f"{self.path.name} cannot be read: {reason}. {advice}".rstrip()
             raise ConfigError(text, file=str(path)) from error
         _import(self.content.get("custom_imports"), self.path.name)
 
@@ -82,6 +83,14 @@ class MMEngineConfig:
         """Return its diagnosis; see `mmfsdp.frontends.ReadConfig`."""
         inherited = frozenset() if self.written is not None else frozenset(self.content) - _assigned(self.path)
         return diagnose(str(self.path), self.content, mesh, self.written, inherited)
+
+
+def _without_base(error: Exception, path: Path) -> str:
+    """Return what to write where a config was copied out of a package, without the files that it begins with."""
+    base = shipped_config(path.name) if isinstance(error, FileNotFoundError) and path.exists() else None
+    if base is None:
+        return ""
+    return f"A config finds the files of its _base_ beside itself. In a config of your own, write: _base_ = {base!r}"
 
 
 def _assigned(path: Path) -> frozenset[str]:

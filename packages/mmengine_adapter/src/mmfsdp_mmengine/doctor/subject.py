@@ -14,7 +14,7 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS, STRATEGIES, DefaultScope, R
 
 from mmfsdp.frontends import Finding
 from mmfsdp.planning import ShardPlan
-from mmfsdp_mmengine.configs.lookup import unknown_name
+from mmfsdp_mmengine.configs.lookup import unknown_name, why_scope_fails
 from mmfsdp_mmengine.configs.packages import what_to_install
 from mmfsdp_mmengine.registry import ours_for
 from mmfsdp_mmengine.strategy import FSDPStrategy
@@ -114,11 +114,11 @@ def class_of(value: Any, registry: Registry) -> Any:
     """Return the object for a ``type``, or None if the current scope's registry and its parents do not have it."""
     if not isinstance(value, str):
         return value
-    with quiet(), registry.switch_scope_and_registry(None) as place:
-        try:
+    try:
+        with quiet(), registry.switch_scope_and_registry(None) as place:
             return place.get(value)
-        except (ImportError, KeyError, RuntimeError):  # a RuntimeError if importing a dotted name fails
-            return None
+    except Exception:  # importing the scope's modules may raise anything; `unregistered` reports it
+        return None
 
 
 def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]:
@@ -128,18 +128,31 @@ def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]
     """
     if not isinstance(value, str):
         return
-    with quiet(), registry.switch_scope_and_registry(None) as place:
-        try:
-            found = place.get(value)
-        except (KeyError, RuntimeError):
-            found = None
-        except Exception as error:  # importing the package's modules may raise anything
-            scope, reason = place.scope, f"{type(error).__name__}: {error}"
-            text = f"No name can be looked up, because importing the modules of {scope!r} failed: {reason}."
-            yield Finding("error", "default_scope", f"{text} {what_to_install(error)}".rstrip())
-            return
-        if found is None:
-            yield Finding("error", path, unknown_name(value, place).message)
+    message = ""
+    try:
+        with quiet(), registry.switch_scope_and_registry(None) as place:
+            if _found(value, place):
+                return
+            reason = "" if Registry.split_scope_key(value)[0] else why_scope_fails(value, place)
+            message = unknown_name(value, place).message
+    except Exception as error:  # importing the package's modules may raise anything
+        reason = f"importing the modules of the default scope failed with {type(error).__name__}: {error}. "
+        reason += what_to_install(error) or "Repair or reinstall the package."
+    if reason:
+        path, message = "default_scope", f"No name of it can be looked up: {reason}"
+    yield Finding("error", path, message)
+
+
+def _found(name: str, registry: Registry) -> bool:
+    """Return whether a registry has a name; what prevents the import of its modules is raised."""
+    try:
+        return registry.get(name) is not None
+    except KeyError:
+        return False
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to get "):  # which MMEngine says of a name that is no dotted path either
+            raise
+        return False
 
 
 def sharding_of(settings: Mapping[str, Any]) -> Sharding | None:

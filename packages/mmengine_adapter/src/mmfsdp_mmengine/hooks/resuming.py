@@ -133,7 +133,7 @@ def _inexact(loader: DataLoader[Any]) -> str | None:
     if loader.persistent_workers:
         return (
             "persistent_workers=True: worker processes of the data loader do not tell their random numbers. After a "
-            "resume the order of the samples stays, and random augmentations differ. Leave it out to resume exactly."
+            "resume the order of the samples stays, and random augmentations differ. Set it to False to resume exactly."
         )
     return None
 
