@@ -184,9 +184,8 @@ def configs(session: nox.Session, extra: str) -> None:
     session.install("--no-deps", "torchvision", "timm")  # must not bring another torch
     if extra == "mmengine":  # recipes from mmpretrain
         session.install("pytest", "pytest-timeout", *TEST_TRUTHS, TORCH)
-        session.run(
-            "python", "-W", "ignore", "-m", "pytest", "tests/models/test_shipping.py", "-k", "mmpretrain or mmdet"
-        )
+        tests = ("tests/models/test_shipping.py", "tests/models/test_mmpretrain_tutorial.py")
+        session.run("python", "-W", "ignore", "-m", "pytest", *tests, "-k", "mmpretrain or mmdet")
     out = f"work_dirs/configs_{extra}"
     session.run("python", "-W", "ignore", "tests/configs/sweep.py", "--out", out, *session.posargs)
 

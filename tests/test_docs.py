@@ -24,7 +24,10 @@ from mmfsdp.basics.installing import FOLDERS, ON_INDEX, REPOSITORY
 SECONDS = 240  # for all blocks of one page
 CHOSEN_BY_TIME = {"docs/howto/fit.md"}  # with other releases of torch, which take other times, it only has to run
 GENERATED = {f"docs/reference/{page}.md" for page in ("api", "api_checkpoints", "api_frameworks", "cli")}  # any length
-TESTED_ELSEWHERE = {"docs/tutorials/train_a_model.md"}  # by test_tutorial.py
+TESTED_ELSEWHERE = {
+    "docs/tutorials/train_a_model.md",  # by test_tutorial.py
+    "docs/tutorials/mmpretrain.md",  # by models/test_mmpretrain_tutorial.py, where mmpretrain is installed
+}
 
 # In `nox -s exhaustive` only: they take longest, and what they show has tests of its own.
 LONG = {
