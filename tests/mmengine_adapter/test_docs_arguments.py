@@ -1,4 +1,4 @@
-"""docs/howto/mmengine_arguments.md has a row for every argument of the three classes, and none for any that is gone."""
+"""migrating_from_mmengine.md has a row for every argument of the three classes, and none for any that is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import mmfsdp_mmengine
 from mmfsdp.torch_style.arguments import ARGUMENTS
 from mmfsdp_mmengine.doctor.running import parameters_of
 
-TEXT = (Path(__file__).parents[2] / "docs" / "howto" / "mmengine_arguments.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "howto" / "migrating_from_mmengine.md").read_text(encoding="utf-8")
 EXPECTED = {
     "MMFullyShardedDataParallel": {
         *parameters_of(mmfsdp_mmengine.MMFullyShardedDataParallel),
