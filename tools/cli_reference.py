@@ -200,7 +200,7 @@ def page() -> str:
     """Return the text of the page."""
     context = click.Context(app)
     commands = {name: command for name in app.list_commands(context) if (command := app.get_command(context, name))}
-    everywhere = {*_common(command for name, command in commands.items() if name != "completion"), "--limit"}
+    everywhere = _common(command for name, command in commands.items() if name != "completion")
     writing = _common(commands[name] for name in WRITING) - everywhere
     parts = [HEAD, _everywhere(commands, everywhere), COMPLETION, _needs(commands), _variables()]
     for name, command in commands.items():
@@ -222,6 +222,8 @@ def _everywhere(commands: Mapping[str, click.Command], shared: set[str]) -> str:
     [codes] = [text for text in _paragraphs(app.epilog) if text.startswith(_CODES)]
     rows = [code.split(" ", 1) for code in codes.removeprefix(_CODES).rstrip(".").split("; ")]
     return f"""## Every command
+
+All take these options; only `completion` has no `--json`.
 
 | option | what it does |
 |---|---|
