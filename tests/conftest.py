@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +19,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A processor with AMX holds more in convolutions of 16 bits than rehearsals say: docs/explanation/rehearsal_time.md.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# Files that need more of the repository than an sdist has, which is one package and its tests.
-NEED_REPOSITORY = [
-    "cli/test_cli_remote.py",
-    *(f"cli/with_torch/test_cli_{name}.py" for name in ("get_weights", "layouts", "pickled_names")),
-    *(f"core/checkpoint/formats/test_{name}.py" for name in ("deepspeed", "megatron", "rules", "torch_checkpointing")),
-    *("core/basics/test_installing.py", "core/basics/test_torch_releases.py", "core/collective/test_trees.py"),
-    *("core/config/test_documentation.py", "core/saving/test_shared_files.py", "core/test_errors.py"),
-    *(f"mmengine_adapter/test_{name}.py" for name in ("docs_arguments", "hooks", "out_dirs")),
-]
-IN_REPOSITORY = Path(__file__).parents[1].joinpath("noxfile.py").exists()
-collect_ignore = [] if IN_REPOSITORY else NEED_REPOSITORY
+ROOT = Path(__file__).parents[1]
+IN_REPOSITORY = ROOT.joinpath("noxfile.py").exists()
+NEEDED = re.compile(
+    r'^ *(?:from|import) ((?:tests|tools|benchmarks)\.[\w.]+)|/ "((?:docs|examples|packages)\b|noxfile\.py)',
+    re.MULTILINE,
+)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files that need what an sdist lacks: it has one package of the repository, and its tests."""
+    if IN_REPOSITORY or collection_path.suffix != ".py":
+        return None
+    needed = [ROOT / (file or module.replace(".", "/")) for module, file in NEEDED.findall(collection_path.read_text())]
+    return True if any(not path.exists() and not path.with_suffix(".py").exists() for path in needed) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

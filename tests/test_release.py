@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from tests.conftest import NEEDED
+from tests.core.ours.make import HERE as EARLIER
 from tests.core.test_public_api import SUBPACKAGES as COMPARED
 from tests.doc_pages import ROOT
 from tests.test_architecture import LEVELS
@@ -16,6 +19,7 @@ from tools.links import broken_in_markdown, broken_in_site, markdown_files
 from tools.llms_txt import llms_txt
 from tools.release import notices_in, wrong_metadata
 
+import mmfsdp
 from mmfsdp.basics.torch_version import MINIMUM_TORCH, NEWEST_TESTED_TORCH
 
 
@@ -95,6 +99,27 @@ def test_wrong_metadata_is_found(changes: dict[str, str], expected: str) -> None
 def test_files_of_others_are_found() -> None:
     files = {"a.py": b"# Copyright (c) Somebody", "LICENSE": b"Copyright 2026", "b.py": b"SPDX-License-Identifier: MIT"}
     assert [line.partition(":")[0] for line in notices_in(files)] == ["a.py", "b.py"]
+
+
+@pytest.mark.parametrize("package", ["core", "mmengine_adapter", "cli"])
+def test_sdists_have_what_their_tests_import(package: str) -> None:
+    """Files of tests that need more are left out by conftest.py; those that they share must not need more."""
+    build = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = [Path(target) for target in build["targets"]["sdist"]["force-include"].values()]
+    assert all((ROOT / path).exists() for path in included)
+    shared = [path for path in (ROOT / "tests" / package).rglob("*.py") if not path.name.startswith("test_")]
+    shared += [ROOT / path for path in included if path.suffix == ".py" and path.name != "conftest.py"]
+    missing = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in shared
+        for module, _ in NEEDED.findall(path.read_text())
+        if module and not any(Path(module.replace(".", "/")).is_relative_to(item.with_suffix("")) for item in included)
+    ]
+    assert missing == []
+
+
+def test_later_releases_will_read_checkpoints_of_this_one() -> None:
+    assert (EARLIER / mmfsdp.__version__).exists(), "run: python tests/core/ours/make.py"
 
 
 SUBPACKAGES = ["mmfsdp", *(f"mmfsdp.{name}" for level in LEVELS for name in level)]

@@ -129,7 +129,7 @@ def _wrong_files(files: Mapping[str, bytes], package: Path, is_wheel: bool) -> I
     else:
         tests = {"core": "core", "mmengine_adapter": "mmengine_adapter", "cli": "cli"}[package.name]
         inside = {path for path in tracked if path.is_relative_to(ROOT / "tests" / tests)}
-        shared = re.compile(r"tests/\w+\.py|pytest\.ini|constraints\.txt")
+        shared = re.compile(r"(?:tests|tools)/\w+\.py|pytest\.ini|constraints\.txt")
         common = {ROOT / name for name in files if shared.fullmatch(name)} & tracked
         expected = {str(path.relative_to(package)) for path in sources}
         expected |= {str(path.relative_to(ROOT)) for path in inside | common}
