@@ -87,8 +87,9 @@ MORE = {
 ORDER = """
 ShardConfig plan ShardPlan rehearse fit apply_plan shard parameters_on_meta build_optimizer matrix_optimizer no_sync
 clip_grad_norm_ GradScaler full_params sharded_params save_checkpoint load_checkpoint load_pretrained model_state_dict
-load_model_state_dict optim_state_dict load_optim_state_dict CheckpointManager DataPosition patient_workers
-accumulation_steps init_process_group watch_ranks recording compare prove watching FullyShardedDataParallel
+load_model_state_dict optim_state_dict load_optim_state_dict AveragedModel CheckpointManager DataPosition
+patient_workers accumulation_steps init_process_group watch_ranks recording compare prove watching
+FullyShardedDataParallel
 """
 """The names of `mmfsdp` in the order in which one uses them."""
 
@@ -100,6 +101,7 @@ SEE = {
     "mmfsdp.build_optimizer": "[Muon](../explanation/muon.md)",
     "mmfsdp.watch_ranks": "[ranks that stop](../howto/multi_node.md#ranks-that-stop)",
     "mmfsdp.init_process_group": "[restarts](../howto/multi_node.md#restarts)",
+    "mmfsdp.AveragedModel": "[averaged weights](../howto/ema.md)",
     "mmfsdp.CheckpointManager": "[saving and resuming a run](../howto/resume.md)",
     "mmfsdp.DataPosition": "[the position in the data](../howto/resume.md#the-position-in-the-data)",
     "mmfsdp.patient_workers": "[when a scheduler ends the job](../howto/resume.md#when-a-scheduler-ends-the-job)",

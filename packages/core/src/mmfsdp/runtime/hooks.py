@@ -23,7 +23,7 @@ from mmfsdp.runtime.gradients.agreement import GradientAgreement
 from mmfsdp.runtime.gradients.graph_inputs import RefuseSecondOrder, RefuseShardGradients, check_graph_inputs
 from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways, show_tensors, tensors_in
 from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
-from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained, refuse_resizing, watch_wrappers
+from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained, refuse_copies, refuse_resizing, watch_wrappers
 from mmfsdp.runtime.refusals.guards import watch_optimizers
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes
@@ -77,6 +77,7 @@ def watch_shards(state: ShardedModel, parts: Iterable[tuple[UnitParts, Callable[
     """
     me, module = weakref.ref(state), state.module
     guard_save_pretrained(module)
+    refuse_copies(module)
     for group in state.groups:
         keep_state_dicts_pure(group)
     draw_as_whole(state.mesh)

@@ -1,8 +1,8 @@
 """Refuses calls of other libraries that would damage a sharded model, and says what to call instead.
 
-These are DistributedDataParallel around it, ``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of
-transformers, diffusers and peft, and the saves of optimizers in accelerate, in Lightning Fabric, and in the Trainer of
-transformers.
+These are DistributedDataParallel around it, copies such as those of torch's AveragedModel,
+``resize_token_embeddings()`` of transformers, ``save_pretrained()`` of transformers, diffusers and peft, and the saves
+of optimizers in accelerate, in Lightning Fabric, and in the Trainer of transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.nn as nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -23,7 +23,7 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import ShardStateError, UnsupportedCallError
 from mmfsdp.runtime.sharded_model import live_models
 
-__all__ = ["guard_optimizer_saves", "guard_save_pretrained", "refuse_resizing", "watch_wrappers"]
+__all__ = ["guard_optimizer_saves", "guard_save_pretrained", "refuse_copies", "refuse_resizing", "watch_wrappers"]
 
 _FIRST_RANK_SAVES = {
     ("accelerate", "save_accelerator_state"): "accelerator.save_state()",
@@ -34,6 +34,19 @@ _FIRST_RANK_SAVES = {
 """Functions that save an optimizer's state from the first rank: package and name, and what a user calls."""
 
 _guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Make ``copy.deepcopy()`` of a sharded model say what to write; torch refuses it, too. Not collective."""
+    vars(module)["__deepcopy__"] = _refuse_copy
+
+
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise UnsupportedCallError(
+        "A sharded model cannot be copied with copy.deepcopy(), as torch.optim.swa_utils.AveragedModel does. For "
+        "averages of its weights write mmfsdp.AveragedModel(model, decay=0.999). For a second model, build one, shard "
+        "it, and load mmfsdp.model_state_dict(model, 'sharded') with mmfsdp.load_model_state_dict()."
+    )
 
 
 def guard_save_pretrained(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from mmfsdp.saving.loop.managed_run import ManagedRun
 from mmfsdp.saving.loop.run_state import RunState, Stateful
 from mmfsdp.saving.loop.save_loop import LoopSettings, SaveLoop
 from mmfsdp.saving.nodes.tier import NodeTier
+from mmfsdp.state.averaged_model import AveragedModel
 
 __all__ = ["CheckpointManager"]
 
@@ -54,7 +55,7 @@ class CheckpointManager:
         fast_every_steps: Save there every n steps.
         schedulers: A learning rate scheduler, or several.
         scaler: A gradient scaler.
-        averaged: A second sharded model with averaged weights.
+        averaged: Averaged weights: an `AveragedModel`, or a second sharded model.
         state: More objects with ``state_dict()`` and ``load_state_dict()`` by name, such as a data loader. If a state
             differs between ranks, which is logged at the first save, the run resumes only on as many ranks.
         safe_globals: Classes that states may hold besides tensors and plain data.
@@ -90,7 +91,7 @@ class CheckpointManager:
         fast_every_steps: int | None = None,
         schedulers: Stateful | Sequence[Stateful] = (),
         scaler: Stateful | None = None,
-        averaged: nn.Module | None = None,
+        averaged: AveragedModel | nn.Module | None = None,
         state: Mapping[str, Stateful] | None = None,
         safe_globals: Sequence[Any] = (),
         run: str | None = None,

@@ -23,13 +23,15 @@ from mmfsdp.saving.loop.rank_buffers import buffers_of_ranks, restore_buffers
 from mmfsdp.saving.loop.rank_rows import digest_of, own_row, row_box, rows_of_ranks
 from mmfsdp.saving.reading.content import restricted_load
 from mmfsdp.saving.reading.contents import read_now
+from mmfsdp.state.averaged_model import AVERAGES, AveragedModel, check_averages_of, compare_averages
 from mmfsdp.state.lazy_tensors import locate
 from mmfsdp.state.model import load_model_state_dict, model_state_dict
-from mmfsdp.state.report import compare_shapes
 
 __all__ = ["RunState", "Stateful"]
 
 _VERSION = 2
+_LABELS = {"averaged": "averaged", AVERAGES: "averaged: AveragedModel"}
+"""How messages name averages, by their key in a checkpoint."""
 _log = logging.getLogger("mmfsdp.saving")
 
 
@@ -53,8 +55,8 @@ class RunState:
     """The ranks of its mesh."""
     optimizer: Optimizer | None
     """The optimizer, whose state is saved elsewhere."""
-    averaged: nn.Module | None
-    """Averaged weights: a sharded model."""
+    averaged: AveragedModel | nn.Module | None
+    """Averaged weights: of the model, or a sharded model of their own."""
     shared: Mapping[str, Stateful]
     """Objects whose state is the same on every rank: schedulers, the scaler."""
     own: Mapping[str, Stateful]
@@ -65,7 +67,15 @@ class RunState:
 
     def __post_init__(self) -> None:
         self._mesh = find_sharded_model(self.model).mesh
+        if isinstance(self.averaged, AveragedModel):
+            check_averages_of(self.averaged, self.model)
+        elif self.averaged is not None:
+            find_sharded_model(self.averaged)
         for name, item in {**self.shared, **self.own}.items():
+            if isinstance(item, AveragedModel):
+                raise ConfigError(
+                    f"{name!r} is an AveragedModel. Pass it as averaged=, so that ranks save their shards."
+                )
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
                 raise ConfigError(
                     f"{name!r} is a {type(item).__name__}, which lacks state_dict() or load_state_dict(). Pass an "
@@ -113,6 +123,8 @@ class RunState:
             run["buffers"] = buffers
         if self.averaged is None:
             return {"run": run}
+        if isinstance(self.averaged, AveragedModel):
+            return {"run": run, AVERAGES: self.averaged.state_dict()}
         return {"run": run, "averaged": model_state_dict(self.averaged, "full" if whole else "sharded")}
 
     def _classes(self) -> dict[str, str]:
@@ -154,8 +166,8 @@ class RunState:
                 f"By its name the checkpoint has done {step} steps, but it holds step {run['step']}: it was copied or "
                 f"renamed. To resume from step {run['step']}, rename it back, or remove it if the original is there."
             )
-        stored = {*run["shared"], *run["own"], *run["by_rank"], *(["averaged"] if "averaged" in content else [])}
-        given = {*self.shared, *self.own, *(["averaged"] if self.averaged is not None else [])}
+        stored = {*run["shared"], *run["own"], *run["by_rank"], *(_LABELS[key] for key in _LABELS if key in content)}
+        given = {*self.shared, *self.own, *([] if self.averaged is None else [_LABELS[_key(self.averaged)]])}
         if stored != given:
             raise RunDirectoryError(
                 f"The checkpoint holds the state of {name_list(sorted(stored)) or 'no objects'}, and this run has "
@@ -176,10 +188,8 @@ class RunState:
                 f"{run['ranks']} ranks, or let its state_dict() hold what all ranks share, as DataPosition does."
             )
         if self.averaged is not None:
-            params = find_sharded_model(self.averaged).plan.all_params()
-            wanted = {name: param.shape for param in params for name in (param.fqn, *param.aliases)}
-            held = {name: tuple(value.shape) for name, value in content["averaged"].items() if name in wanted}
-            if (found := compare_shapes(wanted, held)).missing or found.mismatched:
+            found = compare_averages(self.averaged, content[_key(self.averaged)])
+            if found.missing or found.mismatched:
                 raise StateDictError(f"The averaged weights of the checkpoint do not fit the averaged model: {found}.")
         return {**content, "run": {**run, **{name: read_now(run[name]) for name in ("shared", "own")}}}
 
@@ -193,7 +203,9 @@ class RunState:
             CheckpointError: A rank cannot read its part; raised on every rank.
         """
         run, scope = rest["run"], self.scope
-        if self.averaged is not None:
+        if isinstance(self.averaged, AveragedModel):
+            self.averaged.load_state_dict(rest[AVERAGES])
+        elif self.averaged is not None:
             load_model_state_dict(self.averaged, rest["averaged"])
         on_as_many = run["ranks"] == scope.size
         buffers = run.get("buffers")
@@ -228,6 +240,11 @@ class RunState:
                 )
 
         on_all_ranks(own_part, scope)
+
+
+def _key(averaged: AveragedModel | nn.Module) -> str:
+    """Return the key of averages in a checkpoint."""
+    return AVERAGES if isinstance(averaged, AveragedModel) else "averaged"
 
 
 def _class_of(item: Any) -> str:

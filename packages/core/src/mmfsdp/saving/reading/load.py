@@ -19,10 +19,11 @@ from mmfsdp.checkpoint.formats.opening import optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import listed
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
-from mmfsdp.errors import FormatError
+from mmfsdp.errors import FormatError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading.contents import open_shared, read_whole
 from mmfsdp.saving.reading.source import Source
+from mmfsdp.state.averaged_model import AVERAGES, AveragedModel, check_averages_of, compare_averages
 from mmfsdp.state.model import load_model_state_dict
 from mmfsdp.state.optimizers.fitting import renamed
 from mmfsdp.state.optimizers.plain import prepare_optim_load
@@ -36,6 +37,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    averaged: AveragedModel | None = None,
     strict: bool = True,
     verify: bool = True,
     safe_globals: Iterable[Any] = (),
@@ -54,6 +56,7 @@ def load_checkpoint(
             all names begin with ``module.``, that prefix is removed. The same on every rank.
         model: A sharded model.
         optimizer: Built from the model's parameters; its state is loaded if it is given.
+        averaged: Averages of the model, which are loaded if they are given.
         strict: Raise if keys or shapes do not match.
         verify: Compare what is read with the checkpoint's checksums, if it has any. ``False`` saves a little time.
         safe_globals: Classes that the file's pickle may hold besides tensors, plain data and numpy's arrays of numbers.
@@ -68,13 +71,26 @@ def load_checkpoint(
         CheckpointError: The checkpoint cannot be read, is damaged, or was replaced while it was read; raised on every
             rank.
         RankMismatchError: Ranks gave different paths or other arguments.
-        StateDictError: The checkpoint does not fit the model or the optimizer; raised on every rank, and nothing is
-            changed.
+        StateDictError: The checkpoint does not fit the model, its averages or the optimizer; raised on every rank, and
+            nothing is changed.
+        ConfigError: ``averaged`` is no `AveragedModel` of the model.
     """
+    if averaged is not None:
+        check_averages_of(averaged, model)
     rest, report, source = load_with_rest(
-        path, model, optimizer, strict=strict, verify=verify, safe_globals=safe_globals, reference=reference
+        path,
+        model,
+        optimizer,
+        strict=strict,
+        verify=verify,
+        safe_globals=safe_globals,
+        reference=reference,
+        prepare=lambda content: _with_averages(content, averaged, path),
+        has_averages=averaged is not None,
     )
     scope = find_sharded_model(model).scope
+    if averaged is not None:
+        averaged.load_state_dict(rest.pop(AVERAGES))
     on_disk = {key: rest.pop(key) for key in ("optimizer",) if key in rest}
     rest = {**read_whole(rest, scope), **on_disk}
     on_all_ranks(source.check_unchanged, scope)
@@ -92,6 +108,7 @@ def load_with_rest(
     reference: str | Path | Layout | None = None,
     lazy: Collection[str] = (),
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
+    has_averages: bool = False,
 ) -> tuple[dict[str, Any], LoadReport, Source]:
     """Load as `load_checkpoint` does, and leave tensors of the rest on disk. Collective: every rank.
 
@@ -106,6 +123,7 @@ def load_with_rest(
         lazy: Keys of the content whose tensors the first rank does not read, besides weights and optimizer state.
         prepare: Called on the first rank with the content, before anything is loaded; every rank receives what it
             returns. Its errors are raised on every rank.
+        has_averages: Whether this rank will load averages, which all ranks or none do.
 
     Returns:
         The rest of the content, with tensors that stay on disk; a report; and where the tensors are read from.
@@ -116,7 +134,8 @@ def load_with_rest(
     state = find_sharded_model(model)
     scope = state.scope
     loaded = None if optimizer is None else type(optimizer).__name__
-    check_same_arguments(scope, "load_checkpoint()", {"optimizer": loaded, "strict": strict, "verify": verify})
+    given = {"optimizer": loaded, "averaged": has_averages, "strict": strict, "verify": verify}
+    check_same_arguments(scope, "load_checkpoint()", given)
     own = [param.fqn for param in state.plan.all_params()]
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +171,22 @@ def load_with_rest(
     if finish is not None:
         finish()
     return content, report, source
+
+
+def _with_averages(content: dict[str, Any], averaged: AveragedModel | None, path: str | Path) -> dict[str, Any]:
+    """Return content after checking that it has averages that fit. Not collective."""
+    if averaged is None:
+        return content
+    if AVERAGES not in content:
+        raise FormatError(
+            f"The checkpoint holds no averages under {AVERAGES!r}; it has {name_list(sorted(map(str, content)))}. Load "
+            "it without averaged: the first update_parameters() then begins with the weights.",
+            file=str(path),
+        )
+    found = compare_averages(averaged, content[AVERAGES])
+    if found.missing or found.mismatched:
+        raise StateDictError(f"The averages of the checkpoint do not fit the model: {found}.")
+    return content
 
 
 def _elsewhere(path: str | Path, key: str) -> str:

@@ -27,6 +27,7 @@ from mmfsdp.saving.writing.publishing import DirectorySave, Files
 from mmfsdp.saving.writing.shared_files import shares_of
 from mmfsdp.saving.writing.store_save import StoreSave, refuse_in_store
 from mmfsdp.saving.writing.whole_files import publish_file, with_boxes, write_whole
+from mmfsdp.state.averaged_model import AVERAGES, AveragedModel, check_averages_of
 from mmfsdp.state.model import model_state_dict
 from mmfsdp.state.optimizers.plain import optim_state_dict
 
@@ -45,6 +46,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    averaged: AveragedModel | None = None,
     kind: str = "sharded",
     extra: Mapping[str, Any] | None = None,
     like: str | Path | None = None,
@@ -59,6 +61,7 @@ def save_checkpoint(
             ``s3://bucket/run/step_8``: each rank writes its files into a temporary directory, and sends them.
         model: A sharded model.
         optimizer: Built from its parameters.
+        averaged: Averages of the model, saved in torch's form under ``ema_state_dict``.
         kind: ``sharded``: each rank writes its own part, in the format of torch's distributed checkpoint (DCP), with
             optimizer state by parameter name. ``local``: one file per rank. ``full``: one ``.pth`` file that plain
             PyTorch loads. Of the weights alone, ``hf``: a folder that ``from_pretrained`` of transformers loads;
@@ -85,13 +88,20 @@ def save_checkpoint(
             rank; or the directory to replace also holds what is not part of a checkpoint, such as another directory.
             What was at ``path`` is untouched.
         RankMismatchError: Ranks gave different paths or other arguments; raised before anything is gathered.
-        ConfigError: ``kind`` is unknown, or does not fit the path or another argument; or ``like`` does not fit the
-            model.
+        ConfigError: ``kind`` is unknown, or does not fit the path or another argument; or ``like`` or ``averaged`` does
+            not fit the model.
     """
     state, scope = _savers(model)
-    target = _agreed_target(path, scope, "save_checkpoint()", kind, optimizer, overwrite, blocking)
+    target = _agreed_target(
+        path, scope, "save_checkpoint()", kind, optimizer, overwrite, blocking, averaged is not None
+    )
     _check_kind(kind, (*_KINDS, *_MODELS))
     extra = dict(extra or {})
+    if averaged is not None:
+        check_averages_of(averaged, model)
+        if AVERAGES in extra:
+            raise ConfigError(f"extra holds {AVERAGES!r}, and so does averaged. Leave one of them out.")
+        extra[AVERAGES] = averaged
     _check_arguments(path, target, kind, like, optimizer, extra)
     _make_free(target, state, scope, overwrite)
     if overwrite and kind != "hf" and not is_remote(target):  # a model's folder keeps what else is there
@@ -102,6 +112,8 @@ def save_checkpoint(
     if optimizer is not None:
         by_name = kind == "sharded"
         content["optimizer"] = optim_state_dict(model, optimizer, "sharded", by_name=by_name, param_names=True)
+    if averaged is not None:
+        extra[AVERAGES] = averaged.state_dict()
     return _write(target, {**content, **extra}, state, cast(Kind, kind), overwrite, blocking)
 
 
@@ -156,12 +168,13 @@ def _agreed_target(
     optimizer: Optimizer | None,
     overwrite: bool,
     blocking: bool,
+    has_averages: bool = False,
 ) -> Path:
     """Return the path once all ranks agree on it and on what else decides their steps. Collective: every rank."""
     target = checkpoint_path(same_path(path, scope))
     check_store(target, kind)
     saved = None if optimizer is None else type(optimizer).__name__
-    given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking}
+    given = {"kind": kind, "optimizer": saved, "overwrite": overwrite, "blocking": blocking, "averaged": has_averages}
     check_same_arguments(scope, call, given)
     return target
 
@@ -268,7 +281,7 @@ def _check_arguments(
     if model is not None and (optimizer is not None or extra):
         raise ConfigError(
             f"kind={kind!r} holds the weights alone. Leave out "
-            f"{'the optimizer' if optimizer is not None else 'extra'}, "
+            f"{'the optimizer' if optimizer is not None else 'averaged' if AVERAGES in extra else 'extra'}, "
             "and save kind='sharded' beside it to resume from."
         )
     is_file = kind == "full" if model is None else not model.directory

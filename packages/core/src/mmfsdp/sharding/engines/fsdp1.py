@@ -39,7 +39,7 @@ from mmfsdp.runtime.fsdp1.flat_params import free_flat_params, is_flat_gathered,
 from mmfsdp.runtime.gathered.other_weights import refuse_other_flat_weights
 from mmfsdp.runtime.gradients.graph_inputs import refuse_flat_gradients
 from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs
-from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained
+from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained, refuse_copies
 from mmfsdp.runtime.refusals.late_freezing import refuse_late_freezing
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -107,6 +107,7 @@ class Fsdp1Engine(Engine[ShardedModel]):
         refuse_late_freezing(root, lambda: live.writes if (live := me()) is not None else 0)
         refuse_flat_gradients(root)
         guard_save_pretrained(root.get_submodule("module"))
+        refuse_copies(root)
         refuse_other_flat_weights(root)
         wrappers = {id(unit.module): unit for unit in FullyShardedDataParallel.fsdp_modules(root)}
         units = [(wrappers[id(part.modules[0])], part, begin) for part, begin in parts]
