@@ -6,6 +6,7 @@ each with one meaning for all commands; tests compare them with what the command
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -273,7 +274,7 @@ def _variables() -> str:
 
 
 def _command(name: str, command: click.Command, known: set[str]) -> str:
-    *texts, last = _paragraphs(command.help)
+    *texts, last = map(_marked, _paragraphs(command.help))
     codes = last if last.startswith(_CODES) else ""
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
     own = [option for option_name, option in _options(command).items() if option_name not in known]
@@ -281,7 +282,9 @@ def _command(name: str, command: click.Command, known: set[str]) -> str:
     parts = [f"## {name}\n", "\n\n".join([*texts, *([] if codes else [last])]), f"\n`{' '.join(usage.split())}`\n"]
     if arguments or own:
         parts += ["| argument or option | what it is |\n|---|---|"]
-        parts += [f"| `{(param.name or '').upper()}` | {_cell(getattr(param, 'help', ''))} |" for param in arguments]
+        parts += [
+            f"| `{(param.name or '').upper()}` | {_cell(_marked(getattr(param, 'help', '')))} |" for param in arguments
+        ]
         parts += [*([_rows(own)] if own else []), ""]
     if name in WRITING:
         parts.append(
@@ -318,7 +321,9 @@ def _optional() -> set[str]:
 
 
 def _rows(options: Iterable[click.Option]) -> str:
-    return _lines(f"| {_spelling(option)} | {_cell(option.help or '')}{_default(option)} |" for option in options)
+    return _lines(
+        f"| {_spelling(option)} | {_cell(_marked(option.help or ''))}{_default(option)} |" for option in options
+    )
 
 
 def _spelling(option: click.Option) -> str:
@@ -337,6 +342,11 @@ def _default(option: click.Option) -> str:
 
 def _paragraphs(text: str | None) -> list[str]:
     return [" ".join(part.split()) for part in (text or "").split("\n\n")]
+
+
+def _marked(text: str) -> str:
+    """Return text of a help with options and what is to be typed as code: quotes and hyphens stay as they are."""
+    return re.sub(r"""torchrun .*? \.\.\.|eval "[^"]*"|'[^']*=[^']*'|(?<!\S)--[a-z][a-z-]*""", r"`\g<0>`", text)
 
 
 def _cell(text: str) -> str:
