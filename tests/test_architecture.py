@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mmfsdp.basics.installing import FOLDERS
 from mmfsdp.basics.torch_version import MINIMUM_TORCH
 from mmfsdp.checkpoint.formats.registry import FORMATS
 
@@ -519,6 +520,10 @@ class TestPackaging:
                 versions[name] = declared[1]
         assert len({*versions.values()}) == 1, versions
         assert f"## {projects[0]['version']} " in (ROOT / "CHANGELOG.md").read_text()
+
+    def test_each_package_has_its_folder(self) -> None:
+        names = {tomllib.loads(path.read_text())["project"]["name"]: path.parent for path in PROJECTS}
+        assert {name: str(folder.relative_to(ROOT)) for name, folder in names.items()} == FOLDERS
 
     def test_adapter_and_cli_pin_core(self) -> None:
         for path in PROJECTS:

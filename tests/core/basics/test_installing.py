@@ -5,22 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
-from mmfsdp.basics.installing import FOLDERS, ON_INDEX, REPOSITORY, pip_install, requirement
+from mmfsdp.basics.installing import ON_INDEX, REPOSITORY, pip_install, requirement
 
-ROOT = Path(__file__).parents[3]
 CHECKOUT = {"url": "file:///home/me/my%20clone/packages/core", "dir_info": {"editable": True}}
 GIT = {"url": "ssh://git@host/x.git", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}}
 WHEEL = {"url": "file:///tmp/mmfsdp-0.1.0-py3-none-any.whl", "archive_info": {}}
-
-
-def test_each_package_has_its_folder() -> None:
-    projects = {path: tomllib.loads((ROOT / path / "pyproject.toml").read_text()) for path in FOLDERS.values()}
-    assert {project["project"]["name"]: path for path, project in projects.items()} == FOLDERS
 
 
 def test_from_a_clone() -> None:
