@@ -25,7 +25,7 @@ SECONDS = 240  # for all blocks of one page
 CHOSEN_BY_TIME = {"docs/howto/fit.md"}  # with other releases of torch, which take other times, it only has to run
 GENERATED = {f"docs/reference/{page}.md" for page in ("api", "api_checkpoints", "api_frameworks", "cli")}  # any length
 TESTED_ELSEWHERE = {
-    "docs/tutorials/train_a_model.md",  # by test_tutorial.py
+    *("docs/tutorials/train_a_model.md", "docs/tutorials/rent_gpus.md"),  # by test_tutorial.py
     "docs/tutorials/mmpretrain.md",  # by models/test_mmpretrain_tutorial.py, where mmpretrain is installed
 }
 

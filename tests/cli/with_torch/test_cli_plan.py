@@ -169,6 +169,9 @@ def test_a_batch_rehearses_a_step() -> None:
     assert mmfsdp.ShardPlan.from_json(shown) == truth
     twice = json.loads(rehearse(*arguments, "--accumulate", 2, "--json")[1])["rehearsal"]
     assert [phase["name"] for phase in twice["phases"]].count("forward") == 2
+    told = json.loads(rehearse(*arguments, "--accumulate", 2, "--reduce-each", "--json")[1])["rehearsal"]
+    names = [[item["name"] for item in found["collectives"]] for found in (twice, told)]
+    assert [found.count("reduce_scatter") for found in names] == [3, 6]
     sgd = mmfsdp.rehearse(truth, build(), torch.empty(6, 4, device="meta"), optimizer="sgd-momentum")
     given = ("--optimizer", "torch.optim:SGD", "--optimizer-arg", "momentum=0.9")
     head, *bars = rehearse(*arguments, *given, "--chart")[1].splitlines()
@@ -232,7 +235,7 @@ def test_a_page_shows_the_step_and_another_one(tmp_path: Path) -> None:
         (("--batch-size", "2"), "is for configs that describe their data"),
         (("--batch-size", "2", "--batch", "6x4"), "Give the shapes of a batch with --batch, or"),
         (("--batch-size", "2", "--batch-dim", "1"), "needs --batch, whose samples it counts"),
-        (("--batch", "6x4", "--accumulate", "2", "--evaluate"), "which has no micro-batches. Drop --accumulate."),
+        (("--batch", "6x4", "--accumulate", "2", "--evaluate"), "which has no micro-batches. Drop --accumulate"),
         (("--batch", "6x4", "--optimizer-arg", "lr=1"), "needs --optimizer"),
         (("--batch", "6x4", "--optimizer", "sgd", "--optimizer-arg", "lrr=1"), "unexpected keyword argument 'lrr'"),
     ],

@@ -25,6 +25,12 @@ _VIEW = "What to show"
 @takes_step
 @device("Rehearse for this device, and print the time of the step:")
 @assume
+@flag(
+    "--reduce-each",
+    "reduces",
+    section="Step",
+    help="Reduce gradients with each micro-batch, as a loop without mmfsdp.no_sync does.",
+)
 @flag("--evaluate", "evaluates", section="Step", help="A forward without gradients, as in evaluation.")
 @flag("--chart", section=_VIEW, help="Show memory over the step as bars.")
 @option(
@@ -45,6 +51,7 @@ def rehearse_command(
     step: StepChoice,
     device: str | None,
     assume: float | None,
+    reduces: bool,
     evaluates: bool,
     chart: bool,
     other: Path | None,
@@ -62,8 +69,10 @@ def rehearse_command(
     """
     if sum((chart, as_json, other is not None)) > 1:
         raise click.UsageError("Give one of --chart, --json and --diff.")
-    if evaluates and step.accumulate is not None:
-        raise click.UsageError("--evaluate is a forward alone, which has no micro-batches. Drop --accumulate.")
+    if evaluates and (step.accumulate is not None or reduces):
+        raise click.UsageError(
+            "--evaluate is a forward alone, which has no micro-batches. Drop --accumulate and --reduce-each."
+        )
     if other is not None and html is None:
         raise click.UsageError("--diff needs --html, which shows both steps. To compare plans: mmfsdp-cli plan --diff.")
     if html is not None:
@@ -78,8 +87,8 @@ def rehearse_command(
         suggested = chosen.config is None and source is not None and not source.shards()
         with static_part_first(plan, training, as_json=as_json):
             found = (
-                rehearsed(built, plan, training, assume, device, evaluates=evaluates)
-                if chart or evaluates
+                rehearsed(built, plan, training, assume, device, evaluates=evaluates, reduces=reduces)
+                if chart or evaluates or reduces
                 else advised(built, means, ranks, training, assume, device, step.batch_dim or 0)
             )
         time = None if device is None else found.time()
@@ -88,7 +97,7 @@ def rehearse_command(
             steps = (
                 [found]
                 if second is None
-                else [found, rehearsed(built, second, training, assume, device, evaluates=evaluates)]
+                else [found, rehearsed(built, second, training, assume, device, evaluates=evaluates, reduces=reduces)]
             )
             names = [str(chosen.config or chosen.model), str(other)][: len(steps)]
             write_report(steps, names, html, overwrite=overwrite)

@@ -149,6 +149,7 @@ def rehearsed(
     device: str | None,
     *,
     evaluates: bool = False,
+    reduces: bool = False,
 ) -> Rehearsal:
     """Return the rehearsal of a step.
 
@@ -159,11 +160,12 @@ def rehearsed(
         assume: The share of elements that masks select; None to fail where a model needs their values.
         device: The device to train on; None for a GPU that is not known.
         evaluates: Rehearse its forward alone, without gradients.
+        reduces: Reduce gradients with each micro-batch.
     """
     from mmfsdp import rehearse
 
     with running_user_code():
-        given = {"loss": step.loss, "train": False} if evaluates else step.arguments()
+        given = {"loss": step.loss, "train": False} if evaluates else {**step.arguments(), "reduce_each": reduces}
         return rehearse(plan, model, step.batch, **given, assume=assume, device=device)
 
 

@@ -189,7 +189,7 @@ def _rehearsed(step: Rehearsal, given: Mapping[str, Any], change: Change, peaks:
     if change.divides > 1:
         elsewhere = f"accumulate={peaks.accumulate * change.divides}, or the same in the training loop"
     elif change.reduces:
-        elsewhere = "no mmfsdp.no_sync() in the training loop (reduce_each=True, an argument of rehearse())"
+        elsewhere = "no mmfsdp.no_sync() in the training loop (reduce_each=True of rehearse(), or --reduce-each)"
     yield Saving(step.peak.nbytes - changed.nbytes, what, change.settings, elsewhere)
 
 

@@ -76,7 +76,7 @@ class StepTime:
         """
         span = f"{human_seconds(self.low)} to {human_seconds(self.high)}"
         lines = [f"Step on {self.device}: {human_seconds(self.seconds)} ({span}), bound by {self.bound}"]
-        used = f"{self.flops / 1e12:.3g} TFLOP per rank, {self.utilization:.0%} of the device's peak"
+        used = f"{_human_flops(self.flops)} per rank, {self.utilization:.0%} of the device's peak"
         is_repeating = self.model_utilization < self.utilization
         lines.append(used + (f", {self.model_utilization:.0%} without what is recomputed" if is_repeating else ""))
         spent = [
@@ -202,6 +202,10 @@ def human_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def _human_flops(flops: float) -> str:
+    return f"{flops / 1e15:.3g} PFLOP" if flops >= 1e15 else f"{flops / 1e12:.3g} TFLOP"
 
 
 def _joined(exposed: Mapping[str | None, float]) -> list[tuple[str, float]]:
