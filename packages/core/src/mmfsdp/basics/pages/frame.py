@@ -74,7 +74,7 @@ details > .row:not(summary), details > details { margin-left: 1rem; }
 .share i { flex: 0 1 5rem; margin-right: auto; height: .6rem; background: var(--line); border-radius: .3rem;
   overflow: hidden; }
 .share i b { display: block; height: 100%; background: var(--mark); }
-@container (max-width: 52rem) { .row { display: block; } .head, .row > :empty { display: none; }
+@container (max-width: 46rem) { .row { display: block; } .head, .row > :empty { display: none; }
   .row > :not(.name) { display: flex; align-items: baseline; gap: .5rem; text-align: left; }
   .label { position: static; flex: 0 0 9rem; height: auto; clip-path: none; } .share i { order: 1; margin: 0 0 0 auto; }
   details > .row:not(summary), details > details { margin-left: .6rem; } }

@@ -245,6 +245,6 @@ figure { margin: 0; } figcaption { font-size: .85rem; color: var(--dim); margin-
 .row { grid-template-columns: minmax(0, 1fr) 11rem 5rem 7rem 7rem; }
 .list h2 { display: inline-block; margin: .4rem 0; }
 svg { fill: var(--mark); display: block; margin-left: auto; }
-@container (max-width: 52rem) { .row svg { margin: 0; } }
+@container (max-width: 46rem) { .row svg { margin: 0; } }
 @container (max-width: 40rem) { .chart em, .chart span { font-size: .65rem; } }
 """

@@ -88,8 +88,8 @@ def _precision(unit: ShardUnit) -> Iterator[str]:
 
 
 STYLE = """
-.outline .row { grid-template-columns: minmax(0, 1fr) 11rem 8rem 16rem; }
+.outline .row { grid-template-columns: minmax(0, 1fr) 10rem 8rem 14.5rem; }
 .outline .tag { border: 1px solid var(--line); border-radius: .3rem; padding: 0 .3rem; }
 .outline .share small:last-child { min-width: 3.2rem; }
-@container (max-width: 52rem) { .outline .label { flex-basis: 6.5rem; } .outline .share data { min-width: 5.7rem; } }
+@container (max-width: 46rem) { .outline .label { flex-basis: 6.5rem; } .outline .share data { min-width: 5.7rem; } }
 """
