@@ -24,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "grad op": {"sharding": "SHARD_GRAD_OP"},
     "replicate": {"sharding": "NO_SHARD"},
     "offload": {"wrap": WRAP, "cpu_offload": True},
+    "partly whole": {"wrap": WRAP, "sharding": {"ignored_parameters": ["down.*"]}},
     "compiled": {"wrap": WRAP, "compile": {"backend": "eager"}},
     "checkpointed": {"wrap": WRAP, "activation_checkpointing": "full"},
     "fsdp1": {"wrap": WRAP, "engine": "fsdp1"},
@@ -32,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "hybrid": {"wrap": WRAP, "sharding": HYBRID},
+    "hybrid, grad op": {"wrap": WRAP, "sharding": {**HYBRID, "strategy": "_HYBRID_SHARD_ZERO2"}},
     "fsdp1, hybrid": {"wrap": WRAP, "engine": "fsdp1", "sharding": HYBRID},
 }
 WAYS: dict[str, dict[str, Any]] = {
