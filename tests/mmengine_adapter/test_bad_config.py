@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
-from tests.mmengine_adapter.toy import config, runner_of, strategy, train
+from mmengine.runner import FlexibleRunner
+from tests.mmengine_adapter.toy import UNSHARDED, config, runner_of, strategy, train
 
 from mmfsdp.testing import run_ranks
+from mmfsdp_mmengine.doctor.diagnosing import diagnose
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
@@ -138,3 +142,32 @@ def test_every_rank_stops_and_says_why(tmp_path: Path) -> None:
                 # What is loaded is opened by the first rank alone.
                 assert part in found.get(name, "nothing").replace("Rank 0 failed: ", ""), name
     assert content(tmp_path) == before
+
+
+EPOCHS = {"by_epoch": True, "max_epochs": 2}
+LINEAR = {"type": "LinearLR", "start_factor": 0.1, "end": 1}
+STEPS = {"type": "MultiStepLR", "milestones": [1]}
+SCHEDULES: list[tuple[dict[str, Any], Any, bool]] = [
+    (EPOCHS, [LINEAR, {**STEPS, "begin": 1}], True),
+    (EPOCHS, [LINEAR, {**STEPS, "begin": 2}], False),
+    (EPOCHS, [LINEAR, {**STEPS, "begin": 2, "end": 4}], True),
+    ({"type": "EpochBasedTrainLoop", "max_epochs": 1}, {**STEPS, "begin": 1, "convert_to_iter_based": True}, False),
+    (EPOCHS, {**STEPS, "begin": 2, "end": 4, "by_epoch": False}, True),
+    (EPOCHS, {**STEPS, "begin": 4, "end": 4, "by_epoch": False}, False),
+    ({"by_epoch": False, "max_iters": 2}, [{**STEPS, "begin": 2, "by_epoch": False}], False),
+    ({"by_epoch": False, "max_iters": 2}, [{**STEPS, "begin": 1, "by_epoch": False}], True),
+]
+
+
+@pytest.mark.parametrize(("train_cfg", "given", "runs"), SCHEDULES)
+def test_a_scheduler_that_begins_after_the_end(
+    train_cfg: dict[str, Any], given: Any, runs: bool, tmp_path: Path
+) -> None:
+    optim = {"optimizer": {"type": "SGD", "lr": 0.1}}
+    changes = {"optim_wrapper": optim, "train_cfg": train_cfg, "param_scheduler": given}
+    settings = config(str(tmp_path), 1, strategy=UNSHARDED, **changes)
+    with nullcontext() if runs else pytest.raises(ValueError, match="end should be larger than begin"):
+        FlexibleRunner(**settings, experiment_name=tmp_path.name).train()
+    found = [item for item in diagnose("", settings).findings if item.path.startswith("param_scheduler")]
+    assert [item.level for item in found] == ([] if runs else ["error"])
+    assert all("begin=" in item.here for item in found)

@@ -13,7 +13,7 @@ from mmfsdp.errors import MmfsdpError
 from mmfsdp.frontends import LEVELS, Diagnosis, Finding
 from mmfsdp.planning import estimate_memory
 from mmfsdp.torch_style import Translated
-from mmfsdp_mmengine.doctor import models, optimizer_findings, running, sharding, state
+from mmfsdp_mmengine.doctor import models, optimizer_findings, running, schedule_findings, sharding, state
 from mmfsdp_mmengine.doctor.config_models import build_model, sharding_settings
 from mmfsdp_mmengine.doctor.subject import Subject, class_of, in_scope, sharding_of
 from mmfsdp_mmengine.optimizers.binding import with_optimizers
@@ -29,6 +29,7 @@ FINDINGS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     *sharding.FINDINGS,
     *models.FINDINGS,
     *optimizer_findings.FINDINGS,
+    *schedule_findings.FINDINGS,
     *state.FINDINGS,
 )
 """All functions from a subject to findings, in the order in which they run."""

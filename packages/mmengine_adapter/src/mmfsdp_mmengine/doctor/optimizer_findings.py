@@ -197,21 +197,6 @@ def mixed_precision(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def built_already(subject: Subject) -> Iterator[Finding]:
-    """Schedulers that a Python config builds itself."""
-    given = subject.settings.get("param_scheduler")
-    items = given if isinstance(given, list | tuple) else [given]
-    if subject.sharding is not None and any(
-        item is not None and not isinstance(item, Mapping | list | tuple) for item in items
-    ):
-        yield Finding(
-            "changed",
-            "param_scheduler",
-            "schedulers that are built already are kept.",
-            "rebuilt and then dropped them.",
-        )
-
-
 def _wrappers(subject: Subject) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield path and config of each optimizer wrapper."""
     given = subject.settings.get("optim_wrapper")
@@ -282,6 +267,5 @@ FINDINGS = (
     keys_without_match,
     several_optimizers,
     mixed_precision,
-    built_already,
 )
 """All findings of this module."""
