@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -291,6 +294,37 @@ def test_fit_prints_settings_that_plan_reads(tmp_path: Path) -> None:
     )  # as torch reports it
     assert searched[0]["device"]["name"] == "a100-40gb@roce-50"
     assert "Give their number" in called("fit", *words[:-4], "--ranks", "2x2", "--memory", "10MiB")[2]
+
+
+@pytest.mark.exhaustive
+def test_sizes_have_binary_units_and_are_bytes_in_json() -> None:
+    def leaves(value: Any) -> Iterator[Any]:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        if inner is None:
+            yield value
+        else:
+            for item in inner:
+                yield from leaves(item)
+
+    step = ("--batch", "8x4", "--accumulate", 2, "--device", "h100")
+    only = ("--set", "activation_checkpointing.mode=full", "--set", "precision=bf16", "--memory", "60GiB")
+    given: dict[str, tuple[object, ...]] = {"plan": (), "rehearse": step, "fit": (*step, *only)}
+    for command, words in given.items():
+        code, shown, error = called(command, *words)
+        assert code == 0, error
+        assert re.search(r"\d (?:[KMG]iB|B)\b", shown)
+        assert not re.search(r"\d ?[KMG]B\b", shown)
+        found = json.loads(called(command, *words, "--json")[1])
+        texts = [leaf for leaf in leaves(found) if isinstance(leaf, str)]
+        assert not [text for text in texts if re.search(r"\d ?[KMG]i?B\b", text)]
+        named = {
+            "plan": ("memory", "parameters"),
+            "rehearse": ("rehearsal", "peak", "nbytes"),
+            "fit": ("memory_bytes",),
+        }[command]
+        for name in named:
+            found = found[name]
+        assert isinstance(found, int)
 
 
 MEASURED = (*BLOCKS, "--batch", "6x4", "--device", "cpu")
