@@ -134,8 +134,8 @@ def test_the_chart_scales_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--config", "README.md"), "README.md is not a .json, .toml or .yaml file"),
         (("--model-arg", "width=wide"), "build(width='wide') failed: AssertionError"),
         (("--optimizer", "adamv"), "'adamv' is not a known optimizer. Did you mean 'adam' or"),
-        (("--optimizer", "adam", "--chart"), "not with --chart and --diff, which do not show the memory"),
-        (("--tree", "--json"), "Give one of --tree, --chart, --json and --diff"),
+        (("--optimizer", "adam", "--chart"), "not with --params, --chart and --diff, which do not show the memory"),
+        (("--tree", "--json"), "Give one of --tree, --params, --chart, --json and --diff"),
     ],
 )
 def test_wrong_settings(words: tuple[str, ...], message: str) -> None:

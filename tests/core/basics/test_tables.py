@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfsdp.basics.tables import Column, display_width, format_table, wrap_cell
-from mmfsdp.planning.repeats import join_ranges, join_repeated
+from mmfsdp.planning.tables.repeats import join_ranges, join_repeated
 
 COLUMNS = (
     Column("tensor", wraps=True),

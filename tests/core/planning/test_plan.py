@@ -744,6 +744,12 @@ class TestPrecision:
         assert caught.value.context == {"fqn": "blocks.0"}
 
 
+NO_MESH = (
+    "A mesh must be a world size, a (replicate, shard) pair, named axes such as {'shard': 4, 'tensor': 2}, or a "
+    "DeviceMesh, got"
+)
+
+
 class TestMesh:
     @pytest.mark.parametrize(
         ("mesh", "sharding", "expected"),
@@ -808,8 +814,16 @@ class TestMesh:
                 "gradients). Use 'NO_SHARD' to replicate, or a shard group of at least 2 ranks. "
                 "[config='sharding.shard_size']",
             ),
-            ("4", "FULL_SHARD", "A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got '4'."),
-            (True, "FULL_SHARD", "A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got True."),
+            (
+                "4",
+                "FULL_SHARD",
+                f"{NO_MESH} '4'.",
+            ),
+            (
+                True,
+                "FULL_SHARD",
+                f"{NO_MESH} True.",
+            ),
             (
                 (2, 2, 2),
                 "FULL_SHARD",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mmfsdp
-from mmfsdp.errors import MeshError, PlanError
+from mmfsdp.errors import MeshError, PlanError, PlanMismatchError
 from mmfsdp.planning import plan
 from mmfsdp.rehearsal import rehearse
 from mmfsdp.testing import run_ranks
@@ -75,57 +74,47 @@ def test_beside_a_sharded_submodule_it_trains_as_one_process(tmp_path: Path) -> 
     assert kinds >= {"loss", "norm", "gradient", "update", "state", "parameter"}
 
 
-def inside(rank: int, call: str) -> str:
+def inside(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = build()
     made = plan(model, {"wrap": SIZES}, 2)
     parallelize_module(model.head, mesh["tensor"], STYLES)
-    calls: dict[str, Any] = {
-        "plan": lambda: plan(model, {"wrap": SIZES}, 2),
-        "ignored": lambda: plan(model, {"wrap": SIZES}, 2, ignored_modules=[model.head]),
-        "shard": lambda: mmfsdp.shard(model, {"wrap": SIZES}, mesh["shard"]),
-        "apply": lambda: mmfsdp.apply_plan(model, made, mesh["shard"]),
-        "rehearse": lambda: rehearse({"wrap": SIZES}, model, torch.zeros(2, dtype=torch.long), mesh=2),
-        "rehearse a plan": lambda: rehearse(made, model, torch.zeros(2, dtype=torch.long)),
-    }
-    with pytest.raises(PlanError) as caught:
-        calls[call]()
-    return str(caught.value)
+    said = r"'head.up.weight' is divided already: a DTensor placed as \(Shard\(dim=0\),\) on \(tensor: 2\)"
+    with pytest.raises(PlanError, match=said):
+        plan(model, {"wrap": SIZES}, 2)
+    with pytest.raises(PlanError, match=said):
+        mmfsdp.shard(model, {"wrap": SIZES}, mesh["shard"])
+    with pytest.raises(PlanMismatchError, match="made for another model"):
+        mmfsdp.apply_plan(model, made, mesh["shard"])
+    for config, size in (({"wrap": SIZES}, 2), (made, None)):
+        with pytest.raises(PlanError, match=r"divided"):
+            rehearse(config, model, torch.zeros(2, dtype=torch.long), mesh=size)
+    assert plan(model, {"wrap": SIZES}, 2, ignored_modules=[model.head]).ignored_params  # exempt
 
 
-@pytest.mark.parametrize("call", ["plan", "ignored", "shard", "apply", "rehearse", "rehearse a plan"])
-def test_inside_of_it_the_parameter_is_named(call: str) -> None:
-    [text] = {*run_ranks(inside, 4, call, timeout=60)}
-    assert text.startswith(
-        "Parameter 'head.up.weight' is distributed already: a DTensor placed as (Shard(dim=0),) on the mesh "
-        "(tensor: 2). "
-    )
-    assert "mmfsdp.shard(model.body" in text
+def test_inside_of_it_the_axis_is_asked_for() -> None:
+    run_ranks(inside, 4, timeout=60)
 
 
-def meshes(rank: int) -> list[str]:
-    found = []
-    for names in (("dp", "tp"), ("replicate", "tensor_parallel"), ("pp", "dp")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        for call in (plan, mmfsdp.shard):
-            for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
-                with pytest.raises(MeshError) as caught:
-                    call(build(), {"wrap": SIZES, "sharding": strategy}, mesh)
-                found.append(str(caught.value))
-        model = build()
-        hybrid = plan(model, {"wrap": SIZES, "sharding": "HYBRID_SHARD"}, (2, 2))
-        with pytest.raises(MeshError) as caught:
-            mmfsdp.apply_plan(model, hybrid, mesh)
-        found.append(str(caught.value))
-    return found
+def meshes(rank: int) -> None:
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor_parallel"))
+    model = build()
+    hybrid = plan(model, {"wrap": SIZES, "sharding": "HYBRID_SHARD"}, (2, 2))
+    for call in (plan, mmfsdp.shard):
+        for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+            with pytest.raises(MeshError, match=r"Dimension 'tensor_parallel' of the mesh .*mesh\[\"replicate\"\]"):
+                call(build(), {"wrap": SIZES, "sharding": strategy}, other)
+    with pytest.raises(MeshError, match="Dimension 'tensor_parallel' of the mesh"):
+        mmfsdp.apply_plan(model, hybrid, other)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(PlanError, match="no parameter is divided along 'tensor'"):
+        mmfsdp.shard(build(), {"wrap": SIZES}, mesh)
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    assert plan(build(), {"wrap": SIZES}, stages).mesh.axes == {"replicate": 1, "shard": 2, "tensor": 1}
 
 
-def test_a_mesh_for_tensor_parallelism_is_named() -> None:
-    [found] = {tuple(texts) for texts in run_ranks(meshes, 4)}
-    expected = [("tp", "dp")] * 5 + [("tensor_parallel", "replicate")] * 5 + [("pp", "dp")] * 5
-    for text, (kind, rest) in zip(found, expected, strict=True):
-        assert f"Dimension {kind!r} of the mesh" in text
-        assert f'mesh["{rest}"]' in text
+def test_axes_are_known_by_their_names() -> None:
+    run_ranks(meshes, 4)
 
 
 def alone(rank: int) -> list[str]:

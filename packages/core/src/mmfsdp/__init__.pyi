@@ -11,6 +11,8 @@ from mmfsdp.planning import ShardPlan as ShardPlan
 from mmfsdp.planning import plan as plan
 from mmfsdp.rehearsal import fit as fit
 from mmfsdp.rehearsal import rehearse as rehearse
+from mmfsdp.runtime.ranks.data_ranks import data_parallel_rank as data_parallel_rank
+from mmfsdp.runtime.ranks.data_ranks import data_parallel_size as data_parallel_size
 from mmfsdp.runtime.ranks.watch_ranks import watch_ranks as watch_ranks
 from mmfsdp.runtime.refusals.grad_scaler import GradScaler as GradScaler
 from mmfsdp.runtime.sharded_params import sharded_params as sharded_params

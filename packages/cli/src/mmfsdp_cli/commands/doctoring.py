@@ -46,6 +46,8 @@ def doctor_command(config: Path, ranks: str | None, no_plan: bool, every_unit: b
         from mmfsdp.frontends import read_config
 
         mesh = None if ranks is None else mesh_of(ranks)
+        if isinstance(mesh, dict):
+            raise click.BadParameter("an MMEngine config takes N or RxS, not named axes.", param_hint="--ranks")
         with running_user_code():
             diagnosis = read_config(config).diagnose(mesh)
         if as_json:

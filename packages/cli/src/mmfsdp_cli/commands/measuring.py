@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -90,7 +91,7 @@ def _ranks_at_hand(ranks: str | None) -> str:
     """
     count = int(os.environ.get(_AT_HAND, "1"))
     mesh = count if ranks is None else mesh_of(ranks)
-    wanted = mesh if isinstance(mesh, int) else mesh[0] * mesh[1]
+    wanted = mesh if isinstance(mesh, int) else math.prod(mesh.values() if isinstance(mesh, dict) else mesh)
     if wanted != count:
         raise click.BadParameter(
             f"the step runs on the ranks at hand, {count}, not {wanted}. To start them: torchrun --nproc-per-node "

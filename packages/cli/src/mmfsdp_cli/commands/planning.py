@@ -36,6 +36,7 @@ def _optimizers() -> Iterable[str]:
     help="adamw, sgd-momentum, ...; or how many tensors it keeps per parameter. By default that of a config.",
 )
 @flag("--tree", section=_VIEW, help="Show the units as a tree of modules.")
+@flag("--params", section=_VIEW, help="Show which axes divide each parameter, and what becomes of its gradient.")
 @flag("--chart", section=_VIEW, help="Show the bytes of units as bars.")
 @option("--diff", "other", section=_VIEW, type=PATH, metavar="FILE", help="Show what these settings would change.")
 @flag("--all", "every_unit", section=_VIEW, help="Show each unit; by default equal layers share a row.")
@@ -45,6 +46,7 @@ def plan_command(
     chosen: ModelChoice,
     optimizer: str | None,
     tree: bool,
+    params: bool,
     chart: bool,
     other: Path | None,
     every_unit: bool,
@@ -57,10 +59,12 @@ def plan_command(
 
     Exit codes: 0 done; 2 the model, a setting or the number of ranks is wrong, or torch is missing.
     """
-    if sum((tree, chart, as_json, other is not None)) > 1:
-        raise click.UsageError("Give one of --tree, --chart, --json and --diff.")
-    if optimizer is not None and (chart or other is not None):
-        raise click.BadParameter("not with --chart and --diff, which do not show the memory.", param_hint="--optimizer")
+    if sum((tree, params, chart, as_json, other is not None)) > 1:
+        raise click.UsageError("Give one of --tree, --params, --chart, --json and --diff.")
+    if optimizer is not None and (params or chart or other is not None):
+        raise click.BadParameter(
+            "not with --params, --chart and --diff, which do not show the memory.", param_hint="--optimizer"
+        )
     wanted = chosen.wanted()
     with reporting_errors():
         built, source = chosen.build("plan")
@@ -75,6 +79,8 @@ def plan_command(
         elif as_json:
             shown = {"plan": plan.to_dict(), "plan_is_suggested": suggested}
             click.echo(json.dumps({**shown, "memory": memory_of(plan, optimizer).describe()}, indent=2))
+        elif params:
+            say_lines(plan.params_table(every_param=every_unit, width=terminal_width()).split("\n"), limit)
         elif chart:
             say_lines(bar_chart(plan, every_unit=every_unit, limit=limit, width=terminal_width() or 80).split("\n"), 0)
         else:

@@ -92,7 +92,7 @@ def takes_model(help_of_ranks: str, *, replicas: bool = True) -> Decorator:
                 "checkpoint.",
             ),
             model_arguments,
-            ranks("Model", help_of_ranks, replicas=replicas),
+            ranks("Model", help_of_ranks, replicas=replicas, axes=replicas),
             config_file("Settings as JSON, TOML or YAML; by default those of an MMEngine config, if MODEL is one."),
             several(
                 "--set",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from mmfsdp_cli.options.settings import with_settings
 from mmfsdp_cli.printing.console import say, say_lines, terminal_width
 
@@ -60,14 +62,23 @@ def settings_of(
     return Translated(ShardConfig.from_dict(with_settings({} if config is None else read_settings(config), changes)))
 
 
-def mesh_of(ranks: str) -> int | tuple[int, int]:
-    """Return the number of ranks that ``8`` stands for, or the (replicate, shard) pair of ``2x4``.
+def mesh_of(ranks: str) -> int | tuple[int, int] | dict[str, int]:
+    """Return the number of ranks that ``8`` stands for, the (replicate, shard) pair of ``2x4``, or named axes.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is none of these.
     """
     from mmfsdp.checkpoint import Ranks
 
+    if "=" in ranks:
+        pairs = [part.partition("=") for part in ranks.split(",")]
+        sizes = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdecimal()}
+        if len(sizes) == len(pairs):
+            return sizes
+        raise click.BadParameter(
+            f"{ranks!r} does not give each axis once, with a number. Write replicate=2,shard=4,tensor=2.",
+            param_hint="--ranks",
+        )
     mesh = Ranks.parse(ranks)
     return (mesh.replicas, mesh.shards) if "x" in ranks else mesh.count
 

@@ -146,9 +146,11 @@ def keep(default: str) -> Decorator:
     )
 
 
-def ranks(section: str, help: str, *, replicas: bool = True) -> Decorator:
-    """Take a number of ranks, also as replicas and shards unless the command arranges them."""
+def ranks(section: str, help: str, *, replicas: bool = True, axes: bool = False) -> Decorator:
+    """Take a number of ranks, also as replicas and shards unless the command arranges them, and as named axes."""
     metavar, form = ("N|RxS", "; 2x4 is two replicas of four shards.") if replicas else ("N", ".")
+    if axes:
+        metavar, form = "N|RxS|AXES", "; 2x4 is two replicas of four shards: replicate=2,shard=4."
     return option("--ranks", section=section, metavar=metavar, help=f"{help}{form}")
 
 

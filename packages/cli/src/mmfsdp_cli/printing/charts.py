@@ -28,8 +28,8 @@ def bar_chart(plan: ShardPlan, *, every_unit: bool, limit: int, width: int) -> s
         largest = sorted(range(len(units)), key=lambda place: -units[place][1])[:limit]
         units = [units[place] for place in sorted(largest)]
     sizes: dict[int, list[int]] = {}
-    for coordinate in range(plan.mesh.shard):
-        sizes.setdefault(plan.param_bytes(coordinate), []).append(coordinate)
+    for rank in range(plan.mesh.shard * plan.mesh.tensor):  # of one replica
+        sizes.setdefault(plan.param_bytes(rank), []).append(rank)
     kept = [(f"{len(ranks)} ranks" if ranks[1:] else f"rank {ranks[0]}", n) for n, ranks in sizes.items()]
     lines = [f"Parameters of a unit while it is gathered ({len(plan.units)} units):", *bars(units, width)]
     if hidden > 0:

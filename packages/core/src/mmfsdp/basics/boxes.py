@@ -37,21 +37,27 @@ Placements = Sequence[int | None]
 
 
 def sharded_box(
-    shape: Sequence[int], mesh: Sequence[int], placements: Placements, coordinates: Sequence[int]
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Placements,
+    coordinates: Sequence[int],
+    order: Sequence[int] = (),
 ) -> Bounds:
     """Return the box that one rank of a mesh holds of a tensor.
 
     A dimension of ``d`` elements over ``n`` ranks gives rank ``r`` the elements from ``r * ceil(d / n)`` on, at most
-    ``ceil(d / n)`` of them. A dimension that several mesh dimensions shard is divided by the first one first.
+    ``ceil(d / n)`` of them. A dimension that several mesh dimensions shard is divided by one after the other.
 
     Args:
         shape: Shape of the whole tensor, in elements.
         mesh: Number of ranks per mesh dimension.
         placements: The tensor dimension that each mesh dimension shards, or None if it replicates.
         coordinates: The rank's coordinates, one per mesh dimension.
+        order: The mesh dimensions in the order in which they divide. Default: from the first to the last.
     """
     offsets, sizes = [0] * len(shape), list(shape)
-    for dim, parts, coordinate in zip(placements, mesh, coordinates, strict=True):
+    divided = [*zip(placements, mesh, coordinates, strict=True)]
+    for dim, parts, coordinate in (divided[at] for at in order) if order else divided:
         if dim is None:
             continue
         chunk = rows_per_rank(sizes[dim], parts)
@@ -67,7 +73,7 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 
 
 def boxes_meeting(
-    box: Bounds, shape: Sequence[int], mesh: Sequence[int], placements: Placements
+    box: Bounds, shape: Sequence[int], mesh: Sequence[int], placements: Placements, order: Sequence[int] = ()
 ) -> Iterator[tuple[tuple[int | None, ...], Bounds]]:
     """Yield the ranks' boxes that overlap a box, each with its ranks' coordinates (None in dimensions that replicate).
 
@@ -78,19 +84,19 @@ def boxes_meeting(
         shape: Shape of the whole tensor, in elements.
         mesh: Number of ranks per mesh dimension.
         placements: The tensor dimension that each mesh dimension shards, or None if it replicates.
+        order: The mesh dimensions in the order in which they divide. Default: from the first to the last.
     """
     if 0 in box[1]:
         return
-    found: list[tuple[tuple[int | None, ...], Bounds]] = [((), ((0,) * len(shape), tuple(shape)))]
-    for dim, parts in zip(placements, mesh, strict=True):
-        if dim is None:
-            found = [((*coordinates, None), held) for coordinates, held in found]
-            continue
-        found = [
-            ((*coordinates, part), _nth(held, dim, parts, part))
-            for coordinates, held in found
-            for part in _meeting_parts(box, held, dim, parts)
-        ]
+    whole: Bounds = (0,) * len(shape), tuple(shape)
+    found: list[tuple[tuple[int | None, ...], Bounds]] = [((None,) * len(mesh), whole)]
+    for at in order or range(len(mesh)):
+        if (dim := placements[at]) is not None:
+            found = [
+                ((*coordinates[:at], part, *coordinates[at + 1 :]), _nth(held, dim, mesh[at], part))
+                for coordinates, held in found
+                for part in _meeting_parts(box, held, dim, mesh[at])
+            ]
     yield from found
 
 
@@ -193,6 +199,8 @@ class EvenBoxes:
     """The tensor dimension that each mesh dimension shards, or None where it replicates."""
     replica: int
     """Which of the ranks that hold the same box wrote it, counted over the mesh dimensions that replicate."""
+    order: tuple[int, ...] = ()
+    """The mesh dimensions in the order in which they divide; empty if from the first to the last."""
 
     @property
     def count(self) -> int:
@@ -207,8 +215,20 @@ class EvenBoxes:
     def meeting(self, box: Bounds | None) -> Mapping[Bounds, int]:
         """Return those that share an element with ``box``, or all of them."""
         whole = (0,) * len(self.shape), self.shape
-        found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements)
+        found = boxes_meeting(whole if box is None else box, self.shape, self.mesh, self.placements, self.order)
         return {held: self._writer(coordinates) for coordinates, held in found}
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether mesh, placements and order fit each other, which is to be asked of what a file says."""
+        dims, ranks = len(self.shape), len(self.mesh)
+        return (
+            len(self.placements) == ranks
+            and all(dim is None or (type(dim) is int and 0 <= dim < dims) for dim in self.placements)
+            and (not self.order or sorted(self.order) == [*range(ranks)])
+            and type(self.replica) is int
+            and 0 <= self.replica < self.replicas
+        )
 
     @property
     def replicas(self) -> int:
@@ -217,7 +237,7 @@ class EvenBoxes:
 
     def held_by(self, rank: int) -> Bounds:
         """Return the box that a rank holds, written by it or by another one."""
-        return sharded_box(self.shape, self.mesh, self.placements, self._coordinates(rank))
+        return sharded_box(self.shape, self.mesh, self.placements, self._coordinates(rank), self.order)
 
     def is_written_by(self, rank: int) -> bool:
         """Tell whether a rank writes the box that it holds."""

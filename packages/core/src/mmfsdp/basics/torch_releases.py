@@ -19,6 +19,7 @@ __all__ = [
     "COUNTS_EVERY_GROUP",
     "FREES_RECEIVED_FIRST",
     "HAS_SEVERAL_GROUPS",
+    "KEEPS_ROOT_MESH",
     "PACKS_LSTM_STATES",
     "RESETS_ITERATIONS",
     "RUNS_UNITS_IN_PARTS",
@@ -43,6 +44,9 @@ SHARDS_INTEGERS = (2, 12)
 
 COMPILES_FAKE_TENSORS = (2, 13)
 """``torch.compile`` takes fake tensors as inputs; 2.9 raises an error, and 2.10 to 2.12 were not tried."""
+
+KEEPS_ROOT_MESH = (2, 13)
+"""A part of a part of a mesh belongs to the same mesh as the first one; on 2.9 not, and 2.10 to 2.12 were not tried."""
 
 PACKS_LSTM_STATES = (2, 13)
 """oneDNN keeps less for layers of an LSTM on the CPU than with 2.9; 2.10 to 2.12 were not tried."""

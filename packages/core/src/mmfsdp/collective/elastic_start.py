@@ -64,7 +64,7 @@ def init_process_group(
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=timeout, **kwargs)
 
 
-def accumulation_steps(global_batch: int, largest: int) -> int:
+def accumulation_steps(global_batch: int, largest: int, ranks: int | None = None) -> int:
     """Return into how many parts a rank divides its share of a batch, so that the global batch never changes.
 
     With the ranks that there are now, each takes ``global_batch / ranks`` samples per step, in parts of the same size.
@@ -72,14 +72,16 @@ def accumulation_steps(global_batch: int, largest: int) -> int:
     Args:
         global_batch: Samples per step, over all ranks and parts.
         largest: Samples that a rank computes at once, at most.
+        ranks: How many ranks get different batches: `data_parallel_size`. Default: all.
 
     Raises:
         ConfigError: The ranks cannot share the batch evenly, or a number makes no sense.
     """
-    for name, value in (("global_batch", global_batch), ("largest", largest)):
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, value in (("global_batch", global_batch), ("largest", largest), ("ranks", ranks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} is not a whole number of 1 or more.")
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     if global_batch % ranks:
         fitting = next(count for count in range(ranks, 0, -1) if global_batch % count == 0)
         raise ConfigError(

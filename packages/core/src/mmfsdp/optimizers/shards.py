@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from mmfsdp.basics.boxes import sharded_box
 from mmfsdp.errors import ShardStateError
 from mmfsdp.optimizers.matrices import Span
-from mmfsdp.runtime.dtensors import placements_of
+from mmfsdp.runtime.dtensors import boxes_of
 
 __all__ = ["TensorDivision", "division_of", "local_of"]
 
@@ -26,11 +26,13 @@ class TensorDivision:
     """Ranks per dimension of the mesh."""
     is_sharded: tuple[bool, ...]
     """For each dimension of the mesh, whether it divides the rows; otherwise each rank of it holds the same."""
+    order: tuple[int, ...] = ()
+    """See `EvenBoxes`."""
 
     def span(self, rank: int) -> Span:
         """Return the elements of the flattened tensor that a rank holds."""
         placements = [0 if sharded else None for sharded in self.is_sharded]
-        offsets, sizes = sharded_box(self.shape, self.mesh, placements, self._coordinates(rank))
+        offsets, sizes = sharded_box(self.shape, self.mesh, placements, self._coordinates(rank), self.order)
         row = math.prod(self.shape[1:])
         return offsets[0] * row, (offsets[0] + sizes[0]) * row
 
@@ -64,13 +66,13 @@ def division_of(param: torch.Tensor, mesh: DeviceMesh | None, name: str) -> Tens
     if not isinstance(param, DTensor):
         sizes = (1,) if mesh is None else tuple(mesh.shape)
         return TensorDivision(tuple(param.shape), sizes, (False,) * len(sizes))
-    placements = placements_of(param)
-    if any(dim not in (None, 0) for dim in placements):
+    boxes = boxes_of(param)
+    if any(dim not in (None, 0) for dim in boxes.placements):
         raise ShardStateError(
             f"{name!r} is placed as {tuple(param.placements)}. Matrices are gathered from shards of rows: shard "
             "dimension 0, as fully_shard does, or give the parameter to another optimizer."
         )
-    return TensorDivision(tuple(param.shape), tuple(param.device_mesh.shape), tuple(dim == 0 for dim in placements))
+    return TensorDivision(boxes.shape, boxes.mesh, tuple(dim == 0 for dim in boxes.placements), boxes.order)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

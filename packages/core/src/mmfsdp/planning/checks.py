@@ -10,14 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from mmfsdp.basics.text import name_list
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, FrozenParametersError, MeshError, PlanError
-from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.plan_records import MeshSpec, ShardUnit
 
 __all__ = ["check_dense", "check_forward_methods", "check_reshard", "check_units", "check_unsharded"]
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise if the model is sharded, wrapped, compiled or divided by tensor parallelism already.
+    """Raise if the model is sharded, wrapped or compiled already.
 
     Raises:
         PlanError: The model is one of these; the message says what to plan instead.
@@ -38,7 +37,6 @@ def check_unsharded(model: nn.Module) -> None:
                 "model; a model is sharded once, with all its units.",
                 fqn=fqn,
             )
-    check_plain(model)
 
 
 def check_dense(model: nn.Module, mesh: MeshSpec, units: tuple[ShardUnit, ...]) -> None:

@@ -1,62 +1,95 @@
-"""Finds parameters and buffers that another library has divided over ranks, and says what to shard instead."""
+"""Reads how tensor parallelism has divided parameters before a model is sharded."""
 
 from __future__ import annotations
 
 import sys
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 from mmfsdp.errors import PlanError
+from mmfsdp.planning.mesh import MODEL_AXES, axis_of
+from mmfsdp.planning.plan_records import MeshSpec
 
-__all__ = ["check_plain"]
+__all__ = ["check_divided", "divided_by", "divided_tensors"]
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raise if a parameter or buffer is a DTensor: tensor and expert parallelism make them.
+def divided_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters and buffers that are DTensors by name, each once. Not collective."""
+    if (module := sys.modules.get("torch.distributed.tensor")) is None:
+        return  # it takes time to import, and nothing is a DTensor without it
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        yield from ((fqn, tensor) for fqn, tensor in tensors if isinstance(tensor, module.DTensor))
+
+
+def divided_by(tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
+    """Return the axes that divide a tensor, in their order, each with the dimension that it divides. Not collective.
 
     Args:
-        model: A model that is about to be planned or sharded.
-
-    Raises:
-        PlanError: One is a DTensor; the message gives its name, placements and mesh, and says what can be sharded.
+        tensor: A tensor of a model that is not sharded yet; nothing divides a plain one.
     """
-    if "torch.distributed.tensor" not in sys.modules:
-        return  # it takes time to import, and nothing is a DTensor without it
-    fqn, tensor = next(((fqn, tensor) for fqn, tensor in _tensors(model) if _is_distributed(tensor)), ("", None))
-    if tensor is None:
-        return
-    free = [name for name, child in model.named_children() if _is_free(child)]
-    part = f"model.{free[0]}" if free else "model.part"
-    kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Buffer"
-    raise PlanError(
-        f"{kind} {fqn!r} is distributed already: a DTensor placed as {tuple(tensor.placements)} on the mesh "
-        f"{_mesh(tensor.device_mesh)}. mmfsdp does not yet shard modules that tensor or expert parallelism has "
-        f"divided. Shard the modules beside them, over the ranks that get different batches: mmfsdp.shard({part}, "
-        'config, mesh["shard"]). docs/howto/frameworks.md has an example. If the model is part of a sharded one, plan '
-        "the original model.",
-        fqn=fqn,
+    if (module := sys.modules.get("torch.distributed.tensor")) is None or not isinstance(tensor, module.DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(
+        (axis_of(name) or name, placement.dim)
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not placement.is_replicate()
     )
 
 
-def _tensors(model: nn.Module) -> Any:
-    return chain(model.named_parameters(), model.named_buffers())
+def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
+    """Check that the DTensors of a model are divided along the axes of a mesh, as tensor parallelism does.
+
+    Args:
+        model: A model that is about to be planned.
+        mesh: The ranks that it is planned for.
+        ignored: ``id`` of parameters that are not sharded, however they are divided.
+
+    Raises:
+        PlanError: A tensor is divided along an axis that the mesh has not, is on the meta device, or is placed in a way
+            that ``fully_shard`` cannot divide further; or nothing is divided along an axis of the mesh.
+    """
+    used = set()
+    for fqn, tensor in divided_tensors(model):
+        if id(tensor) in ignored:
+            continue
+        kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Buffer"
+        said = f"{kind} {fqn!r} is divided already: a DTensor placed as {tuple(tensor.placements)} on {_mesh(tensor)}"
+        own = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.mesh.shape, strict=False))
+        axes = {axis_of(name) or name: size for name, size in own.items()}
+        if not own or {*axes} - {*MODEL_AXES}:
+            raise PlanError(
+                f"{said}. A model is divided along the axis 'tensor' before it is sharded; name the mesh's dimensions, "
+                'and divide over mesh["tensor"]: mesh = init_device_mesh(device, (..., ...), mesh_dim_names=("shard", '
+                '"tensor")). If the model is part of a sharded one, plan the original model.',
+                fqn=fqn,
+            )
+        if wrong := [axis for axis, size in axes.items() if getattr(mesh, axis) != size]:
+            raise PlanError(
+                f"{said}, but the model is planned for {mesh}. Give the mesh that {wrong[0]!r} is an axis of, "
+                "beside an axis 'shard', which may have one rank: mmfsdp.shard(model, config, mesh), where you divided "
+                f"over mesh[{wrong[0]!r}].",
+                fqn=fqn,
+            )
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise PlanError(f"{said}: its ranks hold parts of a sum, which cannot be sharded.", fqn=fqn)
+        used |= {axis for axis, _ in divided_by(tensor)}
+    for axis in MODEL_AXES:
+        if getattr(mesh, axis) > 1 and axis not in used:
+            raise PlanError(
+                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would all compute the "
+                "same. Divide the model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
+                f'model, mesh["{axis}"], ...); or give a mesh without this axis.',
+                fqn="",
+            )
 
 
-def _is_free(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and all are plain."""
-    held = [tensor for _, tensor in _tensors(module)]
-    return bool(held) and not any(map(_is_distributed, held))
-
-
-def _is_distributed(tensor: Any) -> bool:
-    return isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
-
-
-def _mesh(mesh: Any) -> str:
+def _mesh(tensor: Any) -> str:
+    mesh = tensor.device_mesh
     sizes = tuple(mesh.mesh.shape)
-    names = mesh.mesh_dim_names
-    if names is None:
-        return f"({' x '.join(map(str, sizes))})"
-    return "(" + ", ".join(f"{name}: {size}" for name, size in zip(names, sizes, strict=True)) + ")"
+    if mesh.mesh_dim_names is None:
+        return f"a mesh without names ({' x '.join(map(str, sizes))})"
+    return "(" + ", ".join(f"{name}: {size}" for name, size in zip(mesh.mesh_dim_names, sizes, strict=True)) + ")"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
+from mmfsdp.planning.distributed_params import divided_by
+
 __all__ = ["describe", "fingerprint"]
 
 
@@ -22,6 +24,7 @@ def describe(model: nn.Module) -> Iterator[str]:
                 fqn = f"{prefix}.{name}" if prefix else name
                 state = "trained" if tensor.requires_grad else "fixed"
                 line = f"{kind} {fqn} {tuple(tensor.shape)} {tensor.dtype} {state}"
+                line += "".join(f" {axis}:{dim}" for axis, dim in divided_by(tensor))
                 first = first_name.setdefault(id(tensor), fqn)
                 yield line if first == fqn else f"{line} is {first}"
 

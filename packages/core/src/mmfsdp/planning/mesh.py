@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmfsdp.config import ShardingConfig
-from mmfsdp.errors import MeshError
-from mmfsdp.planning.plan_records import MeshSpec
+from mmfsdp.errors import MeshError, closest
+from mmfsdp.planning.plan_records import AXES, MeshSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MeshLike", "check_names", "mesh_spec"]
+__all__ = ["MODEL_AXES", "MeshLike", "axis_of", "check_names", "mesh_spec", "named_axes", "without_stages"]
 
-MeshLike: TypeAlias = "int | Sequence[int] | MeshSpec | DeviceMesh | None"
-"""A world size, a (replicate, shard) pair, a `MeshSpec`, a DeviceMesh, or None for the running world."""
+MeshLike: TypeAlias = "int | Sequence[int] | Mapping[str, int] | MeshSpec | DeviceMesh | None"
+"""A world size, a (replicate, shard) pair, the size of each named axis, a `MeshSpec`, a DeviceMesh, or None for the
+running world."""
 
-_MODEL_PARALLEL = {"tp", "tensor", "etp", "mp", "model", "ep", "expert", "experts", "pp", "pipe", "pipeline"}
+MODEL_AXES = ("tensor",)
+"""The axes whose ranks share a batch and hold different parts of the model."""
+
+_SPELLINGS = {
+    **{axis: axis for axis in AXES},
+    **{"dp_replicate": "replicate", "dp_shard": "shard", "fsdp": "shard", "dp": "shard", "tp": "tensor"},
+}
+"""Names that other libraries give to the dimensions of a mesh, and the axis that each is."""
+
+_STAGES = {"pp", "pipe", "pipeline"}
+_MODEL_PARALLEL = {"tp", "tensor", "etp", "mp", "model", "ep", "expert", "experts", *_STAGES}
 """Parts of names of mesh dimensions along which ranks hold different parts of the model, not of the batch."""
 
 
@@ -26,14 +38,29 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
     """Return the shape of the mesh that a strategy needs. Not collective; pure unless ``mesh`` is None.
 
     Args:
-        mesh: A world size (ranks), a (replicate, shard) pair of ranks, a `MeshSpec`, a ``DeviceMesh`` of one or two
-            dimensions, or None: the running process group, or a single rank if there is none.
+        mesh: A world size (ranks), a (replicate, shard) pair of ranks, the size of each named axis, of which one may
+            be -1 in a running world, a `MeshSpec`, a ``DeviceMesh``, or None: the running process group, or a single
+            rank if there is none.
         sharding: The strategy and, for hybrid ones, the ranks of a shard group.
 
     Raises:
         MeshError: The shape does not fit the strategy or the shard size.
     """
     strategy, live = sharding.strategy, mesh is None
+    if (axes := _axes(mesh)) is not None:
+        if strategy == "NO_SHARD" and axes.shard > 1:
+            raise MeshError(
+                f"Strategy 'NO_SHARD' replicates, but the axis 'shard' of the mesh has {axes.shard} ranks. Give them "
+                "to the axis 'replicate', and one rank to 'shard'; or use 'FULL_SHARD'.",
+                config="sharding.strategy",
+            )
+        if sharding.shard_size not in (None, axes.shard):
+            raise MeshError(
+                f"sharding.shard_size={sharding.shard_size} contradicts the mesh, whose axis 'shard' has {axes.shard} "
+                "ranks. Remove one of the two.",
+                config="sharding.shard_size",
+            )
+        return axes  # the axis 'replicate' says what a hybrid strategy would
     shape = _shape(mesh)
     world_size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
     if strategy == "NO_SHARD":
@@ -70,6 +97,82 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
             config="sharding.shard_size",
         )
     return spec
+
+
+def axis_of(name: str) -> str | None:
+    """Return the axis that a dimension of a mesh is by its name, or None if it is none of `AXES`."""
+    return _SPELLINGS.get(name)
+
+
+def named_axes(mesh: DeviceMesh) -> dict[str, str]:
+    """Return the dimensions of a mesh that are axes: their names, in order, each with the axis.
+
+    Raises:
+        MeshError: Two dimensions are one axis, or the axes are in another order than that of `AXES`.
+    """
+    found = {name: axis for name in mesh.mesh_dim_names or () if (axis := axis_of(name)) is not None}
+    axes = [*found.values()]
+    if axes != [axis for axis in AXES if axis in axes]:
+        raise MeshError(
+            f"The dimensions {tuple(found)} of the mesh are the axes {axes}; each is there once, in the order "
+            f"{' > '.join(axis for axis in AXES if axis in axes)}. Make the mesh in this order: the last axis has "
+            "neighbouring ranks."
+        )
+    return found
+
+
+def without_stages(mesh: Any) -> Any:
+    """Return a mesh without the dimensions of a pipeline, whose ranks hold other models; others as they are.
+
+    Raises:
+        MeshError: See `named_axes`.
+    """
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    own = tuple(name for name in names if not _STAGES & {*name.lower().split("_")})
+    return mesh[own] if own and len(own) < len(names) and {*own} <= named_axes(mesh).keys() else mesh
+
+
+def _axes(mesh: Any) -> MeshSpec | None:
+    """Return the axes of a mesh that has one beside those of data, or names all; None for others."""
+    if isinstance(mesh, MeshSpec):
+        return mesh if mesh.tensor > 1 else None
+    if isinstance(mesh, Mapping):
+        return _of_sizes(mesh)
+    if not (hasattr(mesh, "mesh") and len(getattr(mesh, "mesh_dim_names", None) or ()) > 1):
+        return None  # a mesh of one dimension may have any name
+    found = named_axes(mesh)
+    if not {*MODEL_AXES} & {*found.values()}:
+        return None
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if "shard" not in found.values():
+        at = [*found.values()].index("tensor")
+        shape, names = [str(sizes[name]) for name in found], [repr(name) for name in found]
+        shape.insert(at, "1")
+        names.insert(at, "'shard'")
+        raise MeshError(
+            f"The mesh {tuple(mesh.mesh_dim_names)} has no axis 'shard'. Make it together with the others, of one rank "
+            f"if nothing is to be sharded: init_device_mesh(device, ({', '.join(shape)}), mesh_dim_names="
+            f"({', '.join(names)}))."
+        )
+    return MeshSpec(**{axis: sizes[name] for name, axis in found.items()})
+
+
+def _of_sizes(sizes: Mapping[str, int]) -> MeshSpec:
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise MeshError(f"{axis!r} is no axis of a mesh.{closest(str(axis), AXES)} There are {', '.join(AXES)}.")
+        if not isinstance(size, int) or isinstance(size, bool) or not (size > 0 or size == -1):
+            raise MeshError(f"The axis {axis!r} has {size!r} ranks. Give a number, or -1 for one axis: what is left.")
+    is_open = [axis for axis, size in sizes.items() if size == -1]
+    if not is_open:
+        return MeshSpec(**sizes)
+    (ranks,), known = _shape(None), math.prod(size for size in sizes.values() if size > 0)
+    if len(is_open) > 1 or ranks % known:
+        raise MeshError(
+            f"The axes {dict(sizes)} leave no whole number of ranks for {' and '.join(is_open)} in a world of {ranks}. "
+            f"Give sizes whose product is {ranks}, and -1 to one axis at most."
+        )
+    return MeshSpec(**{**sizes, is_open[0]: ranks // known})
 
 
 def _split(world_size: int, shard_size: int | None, strategy: str) -> MeshSpec:
@@ -109,7 +212,10 @@ def _shape(mesh: Any) -> tuple[int, ...]:
     elif hasattr(mesh, "mesh") and hasattr(mesh, "ndim"):
         shape = tuple(mesh.mesh.shape)
     else:
-        raise MeshError(f"A mesh must be a world size, a (replicate, shard) pair or a DeviceMesh, got {mesh!r}.")
+        raise MeshError(
+            "A mesh must be a world size, a (replicate, shard) pair, named axes such as {'shard': 4, 'tensor': 2}, or "
+            f"a DeviceMesh, got {mesh!r}."
+        )
     check_names(getattr(mesh, "mesh_dim_names", None) or ())
     if len(shape) not in (1, 2) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise MeshError(
@@ -119,7 +225,7 @@ def _shape(mesh: Any) -> tuple[int, ...]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check that no dimension of a mesh is named after tensor or pipeline parallelism; a single dimension may be.
+    """Check that a mesh has no dimension for model parallelism that is none of `AXES`; a single dimension may be one.
 
     Args:
         names: The names of the dimensions; none for a mesh without names.
@@ -127,12 +233,11 @@ def check_names(names: Sequence[str]) -> None:
     Raises:
         MeshError: One of several dimensions has such a name.
     """
-    other = [name for name in names if _MODEL_PARALLEL & {*name.lower().split("_")}]
+    other = [name for name in names if axis_of(name) is None and _MODEL_PARALLEL & {*name.lower().split("_")}]
     ours = [name for name in names if name not in other]
     if other and ours:
         index = ", ".join(f'"{name}"' for name in ours)
         raise MeshError(
-            f"Dimension {other[0]!r} of the mesh {tuple(names)} is not for data parallelism, and mmfsdp shards over "
-            f"ranks that get different batches. Give mesh[{index}]. It can shard the modules that tensor or pipeline "
-            "parallelism leaves whole; docs/howto/frameworks.md has an example."
+            f"Dimension {other[0]!r} of the mesh {tuple(names)} is for model parallelism, and none of the axes that "
+            f"mmfsdp knows: {', '.join(AXES)}. Give mesh[{index}]: the ranks that hold this part of the model."
         )

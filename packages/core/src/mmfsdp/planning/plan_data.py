@@ -89,12 +89,13 @@ class PlanData(Record):
         Raises:
             MeshError: The mesh has no such rank.
         """
-        ignored = sum(param.nbytes for param in self.ignored_params)
+        ignored = sum(
+            param.shard_numel(self.mesh, rank, gathered=True) * itemsize(param.dtype) for param in self.ignored_params
+        )
         return ignored + sum(self.unit_param_bytes(unit, rank) for unit in self.units)
 
     def unit_param_bytes(self, unit: ShardUnit, rank: int = 0) -> int:
         """Return the bytes of one unit's parameters that ``rank`` holds between steps."""
-        coordinate = self.mesh.shard_coordinate(rank)
         if self.engine == "fsdp1":
             return flat_shard_bytes(
                 unit.params,
@@ -102,7 +103,7 @@ class PlanData(Record):
                 aligned=self.use_orig_params,
                 compute_dtype=unit.precision.param_dtype if self.use_orig_params else None,
             )
-        return sum(param.shard_nbytes(coordinate, self.mesh.shard) for param in unit.params)
+        return sum(param.shard_nbytes(self.mesh, rank) for param in unit.params)
 
 
 def flat_shard_bytes(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-from mmfsdp.basics.boxes import sharded_box
+from mmfsdp.basics.boxes import Bounds, rows_per_rank, sharded_box
 from mmfsdp.basics.dtypes import itemsize
 from mmfsdp.errors import MeshError
 
 __all__ = [
+    "AXES",
     "ActivationPlan",
     "BufferEntry",
     "CompilePlan",
@@ -30,16 +31,54 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+AXES = ("replicate", "shard", "tensor")
+"""The axes of a mesh in their order: the last one has neighbouring ranks."""
+
+
 class MeshSpec(Record):
-    """The shape of a mesh: ``replicate`` groups of ``shard`` ranks each. Rank ``r`` is at (r // shard, r % shard)."""
+    """The sizes of a mesh's named axes. Ranks are numbered in row-major order of `AXES`.
+
+    The ranks of ``replicate`` and ``shard`` get different batches; those of ``tensor`` share one, and hold different
+    parts of the tensors that tensor parallelism divides.
+    """
 
     replicate: int = 1
     shard: int = 1
+    tensor: int = 1
+
+    @model_serializer(mode="wrap")
+    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what models without tensor parallelism do not have, as earlier versions of the format did."""
+        found: dict[str, Any] = handler(self)
+        return {axis: size for axis, size in found.items() if axis != "tensor" or size > 1}
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the mesh."""
+        return self.data_size * self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that get different batches."""
         return self.replicate * self.shard
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis, in their order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along each axis.
+
+        Raises:
+            MeshError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f"Rank {rank} is not in {self}.")
+        found = {}
+        for axis, size in reversed(self.axes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return found
 
     def shard_coordinate(self, rank: int) -> int:
         """Return the index of ``rank`` within its shard group.
@@ -49,9 +88,12 @@ class MeshSpec(Record):
         """
         if not 0 <= rank < self.world_size:
             raise MeshError(f"Rank {rank} is not in {self}.")
-        return rank % self.shard
+        return rank // self.tensor % self.shard
 
     def __str__(self) -> str:
+        if self.tensor > 1:
+            used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "shard"}
+            return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)})"
         if self.replicate == 1:
             return f"{self.shard} rank{'s' if self.shard != 1 else ''}"
         return f"{self.replicate} x {self.shard} ranks (replicate x shard)"
@@ -68,6 +110,14 @@ class ParamEntry(Record):
     """Other FQNs of the same parameter, if it is tied."""
     place: int = 0
     """Position in ``named_parameters()`` of the unsharded model."""
+    divided: tuple[tuple[str, int], ...] = ()
+    """The axes that divide it before ``shard`` divides its dimension 0, each with the dimension, in their order."""
+
+    @model_serializer(mode="wrap")
+    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what models without tensor parallelism do not have, as earlier versions of the format did."""
+        found: dict[str, Any] = handler(self)
+        return found if self.divided else {name: value for name, value in found.items() if name != "divided"}
 
     @property
     def numel(self) -> int:
@@ -79,17 +129,35 @@ class ParamEntry(Record):
         """Bytes of the whole parameter."""
         return self.numel * itemsize(self.dtype)
 
-    def shard_nbytes(self, coordinate: int, shard: int) -> int:
-        """Return the bytes that one rank holds when dimension 0 is sharded: see `mmfsdp.basics.boxes.sharded_box`.
+    def box(self, mesh: MeshSpec, rank: int, *, gathered: bool = False) -> Bounds:
+        """Return the box that a rank holds: see `mmfsdp.basics.boxes.sharded_box`.
 
         Args:
-            coordinate: Index of the rank within its shard group.
-            shard: Ranks in the shard group.
+            mesh: The ranks.
+            rank: One of them.
+            gathered: The box while the shards are gathered, which ``shard`` does not divide.
+
+        Raises:
+            MeshError: There is no such rank.
         """
-        if not self.shape:
-            return self.nbytes
-        _, sizes = sharded_box(self.shape, [shard], [0], [coordinate])
-        return math.prod(sizes) * itemsize(self.dtype)
+        at, sizes = mesh.coordinates(rank), mesh.axes
+        steps = [*self.divided, *([("shard", 0)] if self.shape and not gathered else [])]
+        axes, dims = [axis for axis, _ in steps], [dim for _, dim in steps]
+        return sharded_box(self.shape, [sizes[axis] for axis in axes], dims, [at[axis] for axis in axes])
+
+    def shard_numel(self, mesh: MeshSpec, rank: int, *, gathered: bool = False) -> int:
+        """Return the elements that a rank holds: see `box`."""
+        if not self.divided:  # most are not, and plans of many ranks ask often
+            if gathered or not self.shape:
+                return self.numel
+            rows = rows_per_rank(self.shape[0], mesh.shard)
+            held = min(max(self.shape[0] - rows * mesh.shard_coordinate(rank), 0), rows)
+            return math.prod(self.shape[1:], start=held)
+        return math.prod(self.box(mesh, rank, gathered=gathered)[1])
+
+    def shard_nbytes(self, mesh: MeshSpec, rank: int) -> int:
+        """Return the bytes that a rank holds: see `box`."""
+        return self.shard_numel(mesh, rank) * itemsize(self.dtype)
 
 
 class BufferEntry(Record):

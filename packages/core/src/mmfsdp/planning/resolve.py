@@ -16,9 +16,10 @@ from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.compiled import compile_plan, compiled_already
+from mmfsdp.planning.distributed_params import check_divided, divided_by
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
-from mmfsdp.planning.mesh import MeshLike, mesh_spec
+from mmfsdp.planning.mesh import MeshLike, mesh_spec, without_stages
 from mmfsdp.planning.optimizing import optimizer_plan
 from mmfsdp.planning.plan_records import BufferEntry, Note, ParamEntry, ShardUnit
 from mmfsdp.planning.policies.automatic import explain
@@ -83,6 +84,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"plan() needs an nn.Module, got {model!r} (type {type(model).__name__}).")
     check_unsharded(model)
+    mesh = without_stages(mesh)
     config = _as_config(config, settings)
     engine, reason = _choose_engine(config)
     spec = mesh_spec(
@@ -90,6 +92,7 @@ def plan(
     )
     entries = _param_entries(model, config.precision.storage_dtype)
     ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, whole=True)
+    check_divided(model, spec, {id(param) for param in ignored.params})
     notes = [*_engine_notes(config, engine), *ignored.notes]
 
     wanted = config.wrap if policy is None else policy
@@ -302,6 +305,7 @@ def _param_entries(model: nn.Module, storage_dtype: str | None) -> dict[int, Par
             requires_grad=param.requires_grad,
             aliases=tuple(aliases),
             place=index,
+            divided=divided_by(param),
         )
     return entries
 

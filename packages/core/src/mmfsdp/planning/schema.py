@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.plan_data import PlanData
 from mmfsdp.planning.plan_records import ShardUnit
-from mmfsdp.planning.render import equal_units, render_diff, render_table, render_tree
+from mmfsdp.planning.tables.params import render_params
+from mmfsdp.planning.tables.units import equal_units, render_diff, render_table, render_tree
 
 __all__ = ["ShardPlan"]
 
@@ -60,6 +61,19 @@ class ShardPlan(PlanData):
             every_unit: Show each unit in a line of its own. By default equal layers share one.
         """
         return render_tree(self, every_unit=every_unit)
+
+    def params_table(self, *, every_param: bool = False, width: int | None = None) -> str:
+        """Return the parameters as an aligned text table.
+
+        Each has the axes that divide it, in their order, each with the dimension; the shape that the first rank holds;
+        and what becomes of its gradient: the mean over axes whose ranks get different batches, and equal on the ranks
+        along axes that share a batch and do not divide it.
+
+        Args:
+            every_param: Show each parameter in a row of its own. By default those of equal layers share one.
+            width: The longest line in characters; None for no limit.
+        """
+        return render_params(self, every_param=every_param, width=width)
 
     def equal_units(self, *, every_unit: bool = False) -> list[tuple[str, list[ShardUnit]]]:
         """Return the units, those that differ in nothing but an index of their name together: ``blocks.{0..31}``.

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn as nn
 
 from mmfsdp.config import ShardConfig
-from mmfsdp.errors import ConfigError, MeshError
-from mmfsdp.planning.distributed_params import check_plain
+from mmfsdp.errors import ConfigError, MeshError, PlanError
+from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.rehearsal.recording.known_results import Recipes
@@ -109,7 +109,12 @@ def rehearse(
 
 def rehearse_step(model: nn.Module, step: TrainingStep, target: Target) -> Rehearsal:
     """Rehearse a step as `rehearse` does, by its description."""
-    check_plain(model)
+    if divided := next(divided_tensors(model), None):
+        raise PlanError(
+            f"{divided[0]!r} is divided by tensor parallelism, and such models cannot be rehearsed yet. Their plan has "
+            "exact bytes: mmfsdp.estimate_memory(mmfsdp.plan(model, config, mesh)).",
+            fqn=divided[0],
+        )
     if not 0 <= target.rank < target.plan.mesh.world_size:
         raise MeshError(f"Rank {target.rank} is not in {target.plan.mesh}.")
     return run_fake(model, step, target)

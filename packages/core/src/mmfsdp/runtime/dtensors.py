@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # read here only: what fully_shard makes of `tensor`
 
-from mmfsdp.basics.boxes import Bounds, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
 from mmfsdp.errors import StateDictError
+from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 
-__all__ = ["Box", "box_of", "local_part", "placements_of", "whole_tensor"]
+__all__ = ["Box", "box_of", "boxes_of", "data_mesh", "is_box", "is_part_of", "local_part", "whole_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +42,111 @@ def box_of(tensor: torch.Tensor) -> Box:
     It follows the rule of `mmfsdp.basics.boxes.sharded_box`.
 
     Raises:
-        StateDictError: The tensor has a placement other than ``Shard`` and ``Replicate``.
+        StateDictError: The tensor is not placed by ``Shard`` and ``Replicate``; see `boxes_of`.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    mesh = tensor.device_mesh
-    coordinates = mesh.get_coordinate()
+    boxes, coordinates = boxes_of(tensor), tensor.device_mesh.get_coordinate()
     if coordinates is None:
-        raise StateDictError(f"This rank is not in the mesh of a tensor of shape {tuple(tensor.shape)}: {mesh}.")
-    return Box(*sharded_box(tensor.shape, mesh.shape, placements_of(tensor), coordinates))
+        raise StateDictError(
+            f"This rank is not in the mesh of a tensor of shape {tuple(tensor.shape)}: {tensor.device_mesh}."
+        )
+    return Box(*sharded_box(boxes.shape, boxes.mesh, boxes.placements, coordinates, boxes.order))
 
 
-def placements_of(tensor: DTensor) -> list[int | None]:
-    """Return the tensor dimension that each mesh dimension shards, or None where it replicates. Not collective.
+def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
+    """Return the boxes of a tensor that the ranks of a mesh hold. Not collective.
+
+    Args:
+        tensor: The tensor.
+        mesh: A mesh with names that has the dimensions of the tensor's own mesh and others, along which the tensor is
+            replicated. Default: the tensor's own mesh.
 
     Raises:
-        StateDictError: The tensor has a placement other than ``Shard`` and ``Replicate``.
+        StateDictError: The tensor has a placement other than ``Shard``, ``Replicate`` and the one of a dimension that
+            ``fully_shard`` divides after tensor parallelism did.
     """
-    for placement in tensor.placements:
-        if not isinstance(placement, Replicate) and type(placement) is not Shard:
-            raise StateDictError(f"A rank holds no box of a tensor placed as {placement}; use Shard or Replicate.")
-    return [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
+    own = tensor.device_mesh
+    placements = [None if isinstance(placement, Replicate) else _dim_of(placement) for placement in tensor.placements]
+    order = _order_of(tensor.placements, tuple(own.shape))
+    if mesh is None or mesh.mesh_dim_names == own.mesh_dim_names:
+        return EvenBoxes(tuple(tensor.shape), tuple(own.shape), tuple(placements), 0, order)
+    names = [*(mesh.mesh_dim_names or ())]
+    at = [names.index(name) for name in own.mesh_dim_names or ()]
+    lifted: list[int | None] = [None] * mesh.ndim
+    for index, dim in zip(at, placements, strict=True):
+        lifted[index] = dim
+    rest = [index for index in range(mesh.ndim) if index not in at]
+    return EvenBoxes(
+        tuple(tensor.shape),
+        tuple(mesh.shape),
+        tuple(lifted),
+        0,
+        _shortest([*rest, *(at[index] for index in order or range(own.ndim))]),
+    )
+
+
+def is_box(tensor: DTensor) -> bool:
+    """Tell whether each rank of a tensor's mesh holds a box of it. Not collective."""
+    try:
+        boxes_of(tensor)
+    except StateDictError:
+        return False
+    return True
+
+
+def is_part_of(tensor: DTensor, mesh: DeviceMesh) -> bool:
+    """Tell whether the mesh of a tensor is a mesh, or this rank's part of it, so that `boxes_of` can be asked."""
+    own = tensor.device_mesh
+    if own == mesh:
+        return True
+    names, inner = mesh.mesh_dim_names, own.mesh_dim_names
+    if not names or not inner or not {*inner} <= {*names} or own.get_coordinate() is None:
+        return torch.equal(own.mesh.flatten(), mesh.mesh.flatten()) and own.ndim == mesh.ndim
+    here = mesh.get_coordinate()
+    if here is None:
+        return False
+    part = mesh.mesh[tuple(slice(None) if name in inner else at for name, at in zip(names, here, strict=True))]
+    return torch.equal(part.flatten(), own.mesh.flatten())
+
+
+def _dim_of(placement: Placement) -> int:
+    if type(placement) in (Shard, _StridedShard):
+        return placement.dim  # type: ignore[attr-defined, no-any-return]
+    raise StateDictError(f"A rank holds no box of a tensor placed as {placement}; use Shard or Replicate.")
+
+
+def _order_of(placements: Sequence[Placement], mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the order in which the dimensions of a mesh divide; empty if it is their own.
+
+    ``_StridedShard(dim, split_factor=n)`` divides after those of the following mesh dimensions that make ``n`` parts of
+    the same tensor dimension together (torch/distributed/tensor/placement_types.py).
+    """
+    order: list[int] = []
+    for at in reversed(range(len(placements))):
+        placement, parts, index = placements[at], 1, 0
+        if type(placement) is _StridedShard:
+            while parts != placement.split_factor and index < len(order):
+                known = placements[order[index]]
+                parts *= mesh[order[index]] if not isinstance(known, Replicate) and known.dim == placement.dim else 1  # type: ignore[attr-defined]
+                index += 1
+            if parts != placement.split_factor:
+                raise StateDictError(
+                    f"A tensor placed as {tuple(placements)} on a mesh of {mesh} is divided in an unknown order."
+                )
+        order.insert(index, at)
+    return _shortest(order)
+
+
+def _shortest(order: Sequence[int]) -> tuple[int, ...]:
+    return () if [*order] == sorted(order) else tuple(order)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a model's mesh whose ranks get different batches: `mesh` itself if all do. Not collective."""
+    names = mesh.mesh_dim_names or ()
+    data = tuple(name for name in names if axis_of(name) not in MODEL_AXES)
+    return mesh if len(data) == len(names) else mesh[data]
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -69,9 +158,23 @@ def whole_tensor(tensor: torch.Tensor, *, cpu_offload: bool = False) -> torch.Te
     """Return the whole tensor in memory of its own. Collective for a DTensor: every rank of its mesh."""
     value = tensor.detach()
     held = value.to_local() if isinstance(value, DTensor) else value
-    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    gathered = _gather(value) if isinstance(value, DTensor) else value
     if cpu_offload and gathered.device.type != "cpu":
         return gathered.cpu()
     # If nothing had to be gathered, the result is the model's own memory.
     shared = gathered.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
     return gathered.clone() if shared else gathered
+
+
+def _gather(tensor: DTensor) -> torch.Tensor:
+    """Return ``tensor.full_tensor()`` without torch's advice against two gathers in turn: two axes need them."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addFilter(_is_other_advice)
+    try:
+        return tensor.full_tensor()
+    finally:
+        logger.removeFilter(_is_other_advice)
+
+
+def _is_other_advice(record: logging.LogRecord) -> bool:
+    return "sequential" not in record.getMessage()

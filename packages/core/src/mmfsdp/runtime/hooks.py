@@ -17,6 +17,7 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.errors import StateDictError
 from mmfsdp.runtime.calls.unit_gates import ShardGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
+from mmfsdp.runtime.dtensors import data_mesh
 from mmfsdp.runtime.fsdp1.flat_params import flat_params
 from mmfsdp.runtime.gathered.other_weights import refuse_other_weights
 from mmfsdp.runtime.gradients.agreement import GradientAgreement
@@ -80,7 +81,7 @@ def watch_shards(state: ShardedModel, parts: Iterable[tuple[UnitParts, Callable[
     refuse_copies(module)
     for group in state.groups:
         keep_state_dicts_pure(group)
-    draw_as_whole(state.mesh)
+    draw_as_whole(state.mesh, data_mesh(state.mesh))
     subscribe(RefuseSecondOrder(), state.groups)
     subscribe(ReduceAlways(module), state.groups)
     subscribe(state.copied_settings, state.groups)

@@ -14,7 +14,6 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
-from mmfsdp.planning.distributed_params import check_plain
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.plan_records import Note
 from mmfsdp.planning.policies.forms import Policy
@@ -28,12 +27,13 @@ from mmfsdp.runtime.gathered.recurrent_weights import leave_weights_in_place
 from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.hooks import install_hooks
 from mmfsdp.runtime.ranks.buffers import keep_buffers_alike
+from mmfsdp.runtime.ranks.model_axes import check_foreign, watch_model_axes
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.sharded_params import average_on_shards
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.compiling import check_backend
-from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, shape_of
+from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, own_part, shape_of
 from mmfsdp.sharding.devices import (
     backends_of,
     check_offload,
@@ -157,6 +157,7 @@ def _carry_out(
     wrap_root: WrapRoot | None,
 ) -> nn.Module:
     check_groups(mesh)
+    mesh = own_part(mesh)
     select_device_for_objects()
     scope = scope_of(mesh)
     check_same_versions(scope)
@@ -175,6 +176,7 @@ def _carry_out(
     def ready() -> UnitPreparer:
         check_supported(plan, device_mesh)
         check_gradient_hooks(model, plan, calls_some=False)
+        check_foreign(model, plan, device_mesh)
         if plan.cpu_offload and not ENGINES[plan.engine].is_flat:
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         if plan.compile is not None:
@@ -193,6 +195,7 @@ def _carry_out(
     state = _finished(sharded, plan, device_mesh, parts, former)
     if state.groups:
         state.lost_writes = LostWrites(sharded, state.groups)
+    watch_model_axes(state)
     return state.module
 
 
@@ -249,7 +252,6 @@ def _finished(
 
 
 def _checked(model: nn.Module, plan: ShardPlan) -> ShardPlan:
-    check_plain(model)  # a plan for the model before it was divided has the same fingerprint
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
         raise PlanError(
             f"The model is a {type(model).__name__}, which has no forward(), so nothing would gather its parameters. "

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
 from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
 from mmfsdp.errors import MeshError
-from mmfsdp.planning.mesh import check_names
+from mmfsdp.planning.mesh import MODEL_AXES, check_names, named_axes, without_stages
 from mmfsdp.planning.plan_records import MeshSpec
 
-__all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "shape_of"]
+__all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "own_part", "shape_of"]
 
 _NAMES = ("replicate", "shard")
 
@@ -26,11 +28,12 @@ def check_groups(given: Any) -> None:
         MeshError: It is not a DeviceMesh, a group, a pair of groups or None; or the two groups of a pair do not have
             exactly this rank in common.
     """
-    if not (given is None or isinstance(given, (DeviceMesh, dist.ProcessGroup)) or is_group_pair(given)):
+    if not (given is None or isinstance(given, (DeviceMesh, dist.ProcessGroup, Mapping)) or is_group_pair(given)):
         raise MeshError(
-            "mesh must be a DeviceMesh, a process group, a (replicate, shard) pair of process groups, or None for all "
-            f"ranks, got {given!r} (type {type(given).__name__}). Leave it out; to shard in groups of n ranks, set "
-            "sharding.strategy to 'HYBRID_SHARD' and sharding.shard_size to n."
+            "mesh must be a DeviceMesh, named axes such as {'replicate': 2, 'shard': 4}, a process group, a "
+            f"(replicate, shard) pair of process groups, or None for all ranks, got {given!r} (type "
+            f"{type(given).__name__}). Leave it out; to shard in groups of n ranks, set sharding.strategy to "
+            "'HYBRID_SHARD' and sharding.shard_size to n."
         )
     if is_group_pair(given):
         members = [dist.get_process_group_ranks(group) for group in given]
@@ -39,6 +42,22 @@ def check_groups(given: Any) -> None:
                 f"The groups of a (replicate, shard) pair have exactly one rank in common, but rank {dist.get_rank()} "
                 f"was given the ranks {members[0]} and {members[1]}."
             )
+
+
+def own_part(given: Any) -> Any:
+    """Return a mesh without the dimensions of a pipeline, and anything else as it is. Not collective.
+
+    Raises:
+        MeshError: See `named_axes`; or this torch cannot shard over such a part beside an axis for model parallelism.
+    """
+    own = without_stages(given)
+    if own is not given and {*MODEL_AXES} & {*named_axes(own).values()} and not torch_has(KEEPS_ROOT_MESH):
+        raise MeshError(
+            f"torch {torch.__version__} cannot shard a model that is divided along {[*named_axes(own)][-1]!r} over the "
+            f"mesh {tuple(given.mesh_dim_names)}, which has stages, too. Install torch "
+            f"{'.'.join(map(str, KEEPS_ROOT_MESH))} or newer."
+        )
+    return own
 
 
 def check_mesh(spec: MeshSpec, given: Any = None) -> None:
@@ -51,14 +70,23 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
     Raises:
         MeshError: The mesh has another shape, or a dimension for tensor or pipeline parallelism.
     """
-    if given is None:
+    if given is None or isinstance(given, Mapping):
         if dist.get_world_size() != spec.world_size:
             raise MeshError(
                 f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. "
                 "Plan for the running world (mesh=None), or start that many ranks."
             )
         return
-    check_names(getattr(given, "mesh_dim_names", None) or ())
+    if isinstance(given, DeviceMesh):
+        check_names(given.mesh_dim_names or ())
+        axes = named_axes(given)
+        if {*MODEL_AXES} & {*axes.values()}:
+            sizes = dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=True))
+            if (found := MeshSpec(**{axis: sizes[name] for name, axis in axes.items()})) != spec:
+                raise MeshError(f"The plan is for {spec}, but the given mesh is {found}.")
+            return
+    if spec.tensor > 1:
+        raise MeshError(f"The plan is for {spec}, but the given mesh has no axis 'tensor'. Give the mesh that has it.")
     shape, planned = tuple(_shape(given)), _planned_shape(spec)
     # One dimension can be divided; two keep their meaning, unless nothing is sharded.
     divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
@@ -76,8 +104,13 @@ def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMes
         given: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for the whole world.
 
     Returns:
-        A mesh with dimensions ``('shard',)``, or ``('replicate', 'shard')`` if anything is replicated.
+        A mesh with dimensions ``('shard',)``, or ``('replicate', 'shard')`` if anything is replicated; or the given
+        one, if it has an axis for tensor parallelism.
     """
+    if isinstance(given, Mapping):
+        given = None
+    if isinstance(given, DeviceMesh) and {*MODEL_AXES} & {*named_axes(given).values()}:
+        return given
     if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
         given = mesh_from_groups(given, device_type)
     shape = _planned_shape(spec)

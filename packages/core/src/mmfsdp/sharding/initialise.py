@@ -9,11 +9,14 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.dtypes import to_torch
-from mmfsdp.collective.broadcasting import broadcast_tensor
+from mmfsdp.collective.broadcasting import broadcast_along, broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.scopes import rank_in
+from mmfsdp.planning.distributed_params import divided_by
+from mmfsdp.planning.mesh import axis_of
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.calls.unit_parts import modules_by_unit
@@ -90,9 +93,15 @@ class UnitPreparer:
                 tensor.data = tensor.data.to(self._device, wanted).contiguous()
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Broadcast from the mesh's first rank, one dimension at a time; tied tensors once."""
+        """Broadcast from the first of the ranks that hold the same, one dimension at a time; tied tensors once."""
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            broadcast_tensor(tensor, self._mesh)
+            if isinstance(tensor, DTensor):
+                divided = {axis for axis, _ in divided_by(tensor)}
+                names = self._mesh.mesh_dim_names or ()
+                for dim in reversed([at for at, name in enumerate(names) if axis_of(name) not in divided]):
+                    broadcast_along(tensor.to_local(), self._mesh, dim, 0)
+            else:
+                broadcast_tensor(tensor, self._mesh)
 
 
 def _give_back_freed_memory() -> None:

@@ -209,15 +209,15 @@ def _spelt(optimizer: str | int | None) -> str:
 
 def _local(plan: ShardPlan, unit: ShardUnit, rank: int) -> Iterator[tuple[ParamEntry, int]]:
     """Yield each parameter that an optimizer gets on this rank, with its number of local elements."""
-    coordinate, shard = plan.mesh.shard_coordinate(rank), plan.mesh.shard
     if plan.engine != "fsdp1":
         for param in unit.params:
-            yield param, param.shard_nbytes(coordinate, shard) // itemsize(param.dtype)
+            yield param, param.shard_numel(plan.mesh, rank)
     elif unit.params and not plan.use_orig_params:
         yield unit.params[0], plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
     elif unit.params:
         # Positions in the flat parameter follow the rule of `flat_shard_bytes`.
         held = plan.unit_param_bytes(unit, rank) // itemsize(unit.params[0].dtype)
+        coordinate = plan.mesh.shard_coordinate(rank)
         first, end, offset = coordinate * held, (coordinate + 1) * held, 0
         alignment = max(16 // itemsize(unit.precision.param_dtype or unit.params[0].dtype), 1)
         for param in unit.params:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mmfsdp.basics.boxes import rows_per_rank
 from mmfsdp.basics.dtypes import is_floating_point, itemsize
 from mmfsdp.basics.torch_releases import frees_received_first
@@ -62,18 +64,18 @@ def reducing_bytes(plan: ShardPlan) -> int:
         for param in unit.params:
             if param.requires_grad:
                 compute, reduced = compute_itemsize(unit, param), unit.precision.reduce_dtype
-                grads[unit.fqns] += param.numel * compute
+                grads[unit.fqns] += param.shard_numel(plan.mesh, 0, gathered=True) * compute
                 copies[unit.fqns] += _whole(plan, param) * (itemsize(reduced) if reduced else compute)
     largest = max(copies[unit.fqns] + (0 if unit.is_root else grads[unit.fqns]) for unit in plan.units)
     return grads[plan.root.fqns] + largest
 
 
 def _whole(plan: ShardPlan, param: ParamEntry) -> int:
-    """Return the elements of a gathered parameter, including padding."""
+    """Return the elements of a gathered parameter on the first rank, including padding."""
     if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
         return param.numel
-    rows = rows_per_rank(param.shape[0], plan.mesh.shard) * plan.mesh.shard
-    return param.numel // param.shape[0] * rows
+    rows, *columns = param.box(plan.mesh, 0, gathered=True)[1]
+    return math.prod(columns) * rows_per_rank(rows, plan.mesh.shard) * plan.mesh.shard
 
 
 def whole_bytes(unit: ShardUnit) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from mmfsdp.planning.repeats import join_repeated
+from mmfsdp.planning.tables.repeats import join_repeated
 from mmfsdp.rehearsal.recording.step_records import KINDS, Allocation
 
 __all__ = ["changes", "held_at", "highest", "ordered", "series", "shares"]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
-from mmfsdp.planning.repeats import join_ranges
+from mmfsdp.planning.tables.repeats import join_ranges
 from mmfsdp.rehearsal.allocator.accounting import held_at
 from mmfsdp.rehearsal.result import Rehearsal
 

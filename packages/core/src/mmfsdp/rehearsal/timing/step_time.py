@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfsdp.basics.tables import Column, format_table
-from mmfsdp.planning.repeats import join_repeated
+from mmfsdp.planning.tables.repeats import join_repeated
 from mmfsdp.rehearsal.recording.step_records import Collective, Operator
 from mmfsdp.rehearsal.timing.device_specs import Device
 from mmfsdp.rehearsal.timing.links import Links, collective_seconds

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.errors import RankMismatchError
+from mmfsdp.runtime.dtensors import data_mesh
 from mmfsdp.runtime.gradients.backward import current_backward
 from mmfsdp.runtime.torch_fsdp2.gathering import will_gather
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe
@@ -43,7 +45,7 @@ class GradientAgreement(Subscriber):
     Collective in backward: every rank of the mesh.
 
     Args:
-        mesh: All ranks that train together.
+        mesh: All ranks that train together; gradients are averaged over those that get different batches.
         groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters always have
             gradients.
         whole: Parameters that every rank holds whole; their gradients are averaged here, in one bucket per dtype.
@@ -62,7 +64,8 @@ class GradientAgreement(Subscriber):
         kept: Callable[[], None],
     ) -> None:
         self._rank_groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
-        self._world_size = mesh.size()
+        self._averaging = [group for group in data_mesh(mesh).get_all_groups() if dist.get_world_size(group) > 1]
+        self._data_size = data_mesh(mesh).size()
         self._device = torch.device(mesh.device_type)
         self._whole = [weakref.ref(param) for param in whole]
         self._is_reduced, self._kept = is_reduced, kept
@@ -190,13 +193,16 @@ class GradientAgreement(Subscriber):
             buckets.setdefault((param.dtype, param.device), []).append(param)
         for params in buckets.values():
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-            joined = torch.cat([grad.reshape(-1) for grad in grads])
+            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+            joined = torch.cat([part.reshape(-1) for part in local])
             with Waiting("averaging the gradients of whole parameters"):
-                for group in self._rank_groups:
+                for group in self._averaging:
                     dist.all_reduce(joined, group=group)
-            joined.div_(self._world_size)
-            for param, grad, mean in zip(params, grads, joined.split([grad.numel() for grad in grads]), strict=True):
-                param.grad = grad.copy_(mean.view_as(grad))
+            joined.div_(self._data_size)
+            means = joined.split([part.numel() for part in local])
+            for param, grad, part, mean in zip(params, grads, local, means, strict=True):
+                part.copy_(mean.view_as(part))
+                param.grad = grad
 
     def _live_whole(self) -> _Placed:
         found = ((index, reference()) for index, reference in enumerate(self._whole))

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from mmfsdp.runtime.dtensors import box_of
+from mmfsdp.runtime.dtensors import box_of, is_box
 
 __all__ = ["draw_as_whole"]
 
@@ -34,18 +34,18 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def draw_as_whole(mesh: DeviceMesh) -> None:
-    """Make shards on ``mesh`` whose memory is the CPU's get the random numbers of the whole tensor. Not collective.
+def draw_as_whole(*meshes: DeviceMesh) -> None:
+    """Make shards on some meshes whose memory is the CPU's get the random numbers of the whole tensor. Not collective.
 
     Each rank draws the numbers of the whole tensor and keeps its part, so ranks with equal generators get the values
     of a single process. It takes the memory of one whole tensor while it draws.
 
     Args:
-        mesh: The mesh of a sharded model. Tensors on other meshes are left to torch.
+        *meshes: The meshes of a sharded model. Tensors on other meshes are left to torch.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     with _lock:
-        _meshes.add(mesh)
+        _meshes.update(meshes)
         for op in (*_IN_PLACE, *_NEW):
             handlers.setdefault(op, _draw)
 
@@ -68,11 +68,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _needs_whole(tensor: DTensor) -> bool:
-    return (
-        tensor._local_tensor.device.type == "cpu"
-        and tensor.device_mesh in _meshes
-        and all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
-    )
+    return tensor._local_tensor.device.type == "cpu" and tensor.device_mesh in _meshes and is_box(tensor)
 
 
 def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -50,7 +50,9 @@ def boxes_of_rank(header: Mapping[str, Any], mesh: DeviceMesh, weights: Mapping[
     shapes = {path: tuple(said["shape"]) for path, said in header["tensors"].items()}
     if len(header["mesh"]) == mesh.ndim:
         found = {
-            path: sharded_box(shapes[path], mesh.shape, said["placements"], mesh.get_coordinate() or ())
+            path: sharded_box(
+                shapes[path], mesh.shape, said["placements"], mesh.get_coordinate() or (), said.get("order", ())
+            )
             for path, said in header["tensors"].items()
         }
         own = {f"state_dict/{name}": box_of(leaf).bounds for name, leaf in weights.items() if isinstance(leaf, DTensor)}
@@ -73,7 +75,7 @@ def needed_owners(header: Mapping[str, Any], boxes: Mapping[str, Bounds], near: 
         said = header["tensors"][path]
         replicas = math.prod(size for size, dim in zip(mesh, said["placements"], strict=True) if dim is None)
         rules = (
-            EvenBoxes(tuple(said["shape"]), mesh, tuple(said["placements"]), replica)
+            EvenBoxes(tuple(said["shape"]), mesh, tuple(said["placements"]), replica, tuple(said.get("order", ())))
             for replica in range(min(replicas, _MOST_REPLICAS))
         )
         for owners in zip(*(rule.meeting(box).values() for rule in rules), strict=True):

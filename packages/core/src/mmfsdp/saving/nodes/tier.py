@@ -18,6 +18,7 @@ from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.collective.channels import host_of
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import broadcast_object, gather_objects, gather_to_first, on_all_ranks, shared
+from mmfsdp.runtime.ranks.model_axes import check_equal
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.saving.directory.disk import take_lease
 from mmfsdp.saving.directory.errors import as_checkpoint_error
@@ -61,7 +62,7 @@ class NodeTier:
 
     def __init__(self, directory: Path, model: nn.Module, scope: Scope, *, run: str | None) -> None:
         state = find_sharded_model(model)
-        self._directory, self._mesh, self._scope = directory, state.mesh, scope
+        self._directory, self._state, self._mesh, self._scope = directory, state, state.mesh, scope
         self._model = identity_of((param.fqn, param.shape) for param in state.plan.all_params())
         self._run = run
         self._leases: list[Lease] = []
@@ -101,6 +102,7 @@ class NodeTier:
             CheckpointError: The save before failed, or the content cannot be copied.
         """
         settle_saves(self._mesh)
+        check_equal(self._state)
         saver = saver_of(self._mesh)
         kept = own_copy(dict(content), saver, self._directory)
         save_id = shared(lambda: secrets.token_hex(8) if self._scope.is_first else None, saver.scope)

@@ -20,7 +20,7 @@ from mmfsdp.checkpoint.layout import PlannedFile
 from mmfsdp.checkpoint.manifest import FileEntry
 from mmfsdp.checkpoint.tree import map_leaves
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.dtensors import box_of
+from mmfsdp.runtime.dtensors import box_of, is_part_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
 from mmfsdp.saving.writing.pieces import write_file
@@ -172,9 +172,10 @@ def _plan_rank(
         if isinstance(leaf, DTensor):
             box: dict[str, Any] = {"shape": list(leaf.shape), "offsets": list(box_of(leaf).offsets)}
             local, is_own = leaf.to_local(), True
-            if leaf.device_mesh == mesh:
-                rule, writes = written_boxes(leaf, written)
+            if is_part_of(leaf, mesh):
+                rule, writes = written_boxes(leaf, written, mesh)
                 box |= {"placements": list(rule.placements), "replica": rule.replica}
+                box |= {"order": list(rule.order)} if rule.order else {}
                 is_own = own_all or writes
             elif own_all:
                 raise StateDictError(

@@ -19,7 +19,7 @@ from mmfsdp.checkpoint.formats.torch_files.torch_zip_writer import Archive
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import all_equal, any_of, broadcast_object, gather_objects, gather_to_first, on_all_ranks
 from mmfsdp.errors import StateDictError
-from mmfsdp.runtime.dtensors import box_of
+from mmfsdp.runtime.dtensors import box_of, is_part_of
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.writing.archives import plan_live
 from mmfsdp.saving.writing.memory import entry_in_memory, is_plain
@@ -87,10 +87,11 @@ def _own(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> _
     own = _Own()
     values = _named_values(content)
     written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
-    for name in sorted(name for name, (_, value) in values.items() if _is_on(value, mesh)):
-        value: DTensor = values[name][1]
+    shards = {name: value for name, (_, value) in values.items() if isinstance(value, DTensor)}
+    for name in sorted(name for name, value in shards.items() if is_part_of(value, mesh)):
+        value = shards[name]
         entry = entry_in_memory(name, value.to_local(), value.shape, box_of(value).bounds)
-        own.divided[name] = entry, written_boxes(value, written)[0]
+        own.divided[name] = entry, written_boxes(value, written, mesh)[0]
     for name, (keys, value) in values.items():
         if isinstance(value, DTensor):
             if name not in own.divided and value.device_mesh.get_coordinate() is not None:
@@ -157,11 +158,6 @@ def _given_out(own: _Own, scope: Scope) -> dict[str, tuple[Keys, TensorEntry, Bo
             entry = own.elsewhere[name][0] if name in own.elsewhere else TensorEntry(name, dtype, shape, ())
             found[name] = keys, entry, ListedBoxes(writers[name])
     return found
-
-
-def _is_on(value: Any, mesh: DeviceMesh) -> bool:
-    """Tell whether a value is a DTensor on the ranks of a mesh, in their order."""
-    return isinstance(value, DTensor) and torch.equal(value.device_mesh.mesh.flatten(), mesh.mesh.flatten())
 
 
 def _named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:

@@ -17,6 +17,7 @@ from mmfsdp.checkpoint.formats.registry import FORMATS
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks, same_path
 from mmfsdp.errors import ConfigError
+from mmfsdp.runtime.ranks.model_axes import check_equal
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.directory.store import check_store
 from mmfsdp.saving.writing.archives import write_rank_file
@@ -182,6 +183,7 @@ def _agreed_target(
 def _make_free(target: Path, state: ShardedModel, scope: Scope, overwrite: bool) -> None:
     """Wait until the save before is over, and check that nothing is at the target. Collective: every rank."""
     settle_saves(state.mesh)
+    check_equal(state)
 
     def check() -> None:
         if scope.is_first and is_remote(target):

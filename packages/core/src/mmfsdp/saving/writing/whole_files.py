@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.descriptors import is_remote
 from mmfsdp.checkpoint.files.atomic import atomic_output
@@ -20,6 +20,7 @@ from mmfsdp.checkpoint.manifest import BLOCK
 from mmfsdp.checkpoint.tree import find_leaves, map_leaves
 from mmfsdp.collective.scopes import Scope
 from mmfsdp.collective.steps import any_of, on_all_ranks, shared
+from mmfsdp.runtime.dtensors import is_box
 from mmfsdp.saving.directory.errors import as_checkpoint_error
 from mmfsdp.saving.directory.store import Store
 from mmfsdp.saving.writing.archives import Placeholders, plan_live
@@ -52,21 +53,17 @@ def with_boxes(content: Mapping[str, Any], scope: Scope, target: Path) -> dict[s
             return {
                 key
                 for key, value in content.items()
-                if not all(_is_box(leaf) for _, leaf in find_leaves({key: value}, DTensor))
+                if not all(is_box(leaf) for _, leaf in find_leaves({key: value}, DTensor))
             }
 
     def gathered(_: str, leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor) or _is_box(leaf):
+        if not isinstance(leaf, DTensor) or is_box(leaf):
             return leaf
         value = gather(leaf, scope.is_first)
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if value is None else value
 
     keys = on_all_ranks(odd, scope)
     return {key: map_leaves({key: value}, gathered)[key] if key in keys else value for key, value in content.items()}
-
-
-def _is_box(tensor: DTensor) -> bool:
-    return all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
 
 
 def write_whole(target: Path, content: Mapping[str, Any], scope: Scope, *, overwrite: bool) -> None:

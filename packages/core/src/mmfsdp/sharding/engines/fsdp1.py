@@ -63,6 +63,8 @@ class Fsdp1Engine(Engine[ShardedModel]):
 
     def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
         problems = []
+        if plan.mesh.tensor > 1:
+            problems.append("a model that tensor parallelism divides needs engine 'fsdp2'.")
         if any(not isinstance(unit.reshard_after_forward, bool) for unit in plan.units):
             problems.append("resharding to a smaller group after forward needs engine 'fsdp2'.")
         if any(unit.precision.output_dtype for unit in plan.units):

@@ -29,6 +29,7 @@ from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.calls.casting import compute_in_full_precision
 from mmfsdp.runtime.calls.unit_gates import UnitGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
+from mmfsdp.runtime.dtensors import data_mesh
 from mmfsdp.runtime.engine import Engine, OptimizerStates, PrepareUnit, Showing, WrapRoot
 from mmfsdp.runtime.hooks import watch_shards
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -73,7 +74,7 @@ class Fsdp2Engine(Engine[ShardedModel]):
         wrap_root: WrapRoot | None = None,
     ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
-        offload = _offload_policy(plan, mesh)
+        offload, data = _offload_policy(plan, mesh), data_mesh(mesh)
         first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
@@ -88,7 +89,7 @@ class Fsdp2Engine(Engine[ShardedModel]):
             compile_unit(modules, unit, plan)
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
-                mesh=mesh,
+                mesh=data,
                 reshard_after_forward=_reshard(unit, plan),
                 mp_policy=_mixed_precision(unit.precision),
                 offload_policy=offload,

@@ -6,10 +6,11 @@ rank needs ``.metadata`` to load. The index is JSON, and what is behind it says 
 
     {"save_id": str, "items": [[flat name, offsets of the box or null, first byte, length], ...],
      "ranks": number, "names": [[flat name, keys, null for a value that is not a tensor, or
-                                 [dtype, shape, mesh, placements, replica]], ...],
+                                 [dtype, shape, mesh, placements, replica, order]], ...],
      "integer_keys": {flat name: [position among its keys, ...], ...}}
 
-The last three are in the file of the first rank, and only if a rule holds for each tensor; the last one lists the keys
+``order`` is left out where the dimensions of the mesh divide from the first to the last. The last three are in the file
+of the first rank, and only if a rule holds for each tensor; the last one lists the keys
 of dicts that are integers, if there are any.
 """
 
@@ -127,7 +128,8 @@ def _listed(named: Named) -> tuple[Any, Any]:
     boxes = named.boxes
     if boxes is None:
         return named.keys, None
-    return named.keys, (named.dtype, boxes.shape, boxes.mesh, boxes.placements, boxes.replica)
+    order = (boxes.order,) if boxes.order else ()
+    return named.keys, (named.dtype, boxes.shape, boxes.mesh, boxes.placements, boxes.replica, *order)
 
 
 def _parsed(content: Any, file: str) -> FileIndex:
@@ -154,14 +156,9 @@ def _named(path: Keys, tensor: Any, ranks: int) -> Named:
         raise ValueError(f"the keys {path!r} are malformed")
     if tensor is None:
         return Named(path)
-    dtype, shape, mesh, placements, replica = tensor
-    boxes = EvenBoxes(_sizes(shape), _sizes(mesh), tuple(placements), *_sizes([replica]))
-    if (
-        dtype not in DTYPES
-        or math.prod(boxes.mesh) != ranks
-        or any(dim is not None and not 0 <= _checked(dim, int) < len(shape) for dim in placements)
-        or boxes.replica >= boxes.replicas
-    ):
+    dtype, shape, mesh, placements, replica, *order = tensor
+    boxes = EvenBoxes(_sizes(shape), _sizes(mesh), tuple(placements), replica, *map(_sizes, order))
+    if dtype not in DTYPES or math.prod(boxes.mesh) != ranks or not boxes.is_valid:
         raise ValueError(f"the rule {tensor!r} is malformed")
     return Named(path, dtype, boxes)
 

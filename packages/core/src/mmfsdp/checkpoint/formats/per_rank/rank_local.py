@@ -169,19 +169,12 @@ def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
         return None
     rules = {}
     for name, said in first.header["tensors"].items():
-        placements, replica = said.get("placements"), said.get("replica")
-        shape = first.boxes[name][0]
-        replicas = [size for size, dim in zip(mesh, placements, strict=True) if dim is None] if placements else []
-        valid = (
-            isinstance(placements, list)
-            and len(placements) == len(mesh)
-            and all(dim is None or (type(dim) is int and 0 <= dim < len(shape)) for dim in placements)
-            and type(replica) is int
-            and 0 <= replica < math.prod(replicas)
-        )
-        if not valid:
+        placements, order = said.get("placements"), said.get("order", [])
+        if not isinstance(placements, list) or len(placements) != len(mesh) or not isinstance(order, list):
             return None
-        rules[name] = EvenBoxes(shape, mesh, tuple(placements), replica)
+        rules[name] = EvenBoxes(first.boxes[name][0], mesh, tuple(placements), said.get("replica"), tuple(order))
+        if not rules[name].is_valid:
+            return None
     return rules
 
 

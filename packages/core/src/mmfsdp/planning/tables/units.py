@@ -12,7 +12,7 @@ from mmfsdp.planning.matrix_steps import muon_flops
 from mmfsdp.planning.optimizer_groups import WIRE_BYTES, OptimizerGroup, OptimizerPlan
 from mmfsdp.planning.plan_data import PlanData
 from mmfsdp.planning.plan_records import MeshSpec, ParamEntry, ShardUnit
-from mmfsdp.planning.repeats import join_repeated
+from mmfsdp.planning.tables.repeats import join_repeated
 
 __all__ = ["equal_units", "render_diff", "render_table", "render_tree"]
 
@@ -283,7 +283,7 @@ def _optimizer_cells(
     buckets: int,
 ) -> list[str]:
     own = [params[fqn] for fqn in group.fqns]
-    held = sum(param.nbytes if param.fqn in whole else param.shard_nbytes(0, plan.mesh.shard) for param in own)
+    held = sum(param.nbytes if param.fqn in whole else param.shard_nbytes(plan.mesh, 0) for param in own)
     numel = sum(param.numel for param in own)
     cells = [group.optimizer, str(len(own)), f"{numel:,}"]
     if group.optimizer == "adamw":

@@ -1,0 +1,220 @@
+"""Models that tensor parallelism has divided train, save and resume on any mesh as one process does."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from tests.distributed.axes.divided_models import MESHES, divide, make_llama, make_mesh, train_alone, train_step
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import mmfsdp
+from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
+from mmfsdp.checkpoint import convert
+from mmfsdp.errors import ConfigError, MeshError, PlanError, RankMismatchError
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.testing import run_ranks, single_rank
+
+CONFIG = {"wrap": {"kind": "module_class", "classes": "LlamaDecoderLayer"}}
+KINDS = {"sharded": "d", "local": "l", "full": "pth"}
+Steps = list[tuple[float, float]]
+
+
+def build(name: str, *, tied: bool) -> tuple[DeviceMesh, nn.Module, torch.optim.Optimizer]:
+    mesh = make_mesh(MESHES[name])
+    model = make_llama(tied=tied)
+    divide(model, mesh)
+    model = mmfsdp.shard(model, CONFIG, mesh)
+    return mesh, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def near(found: Steps, truth: Steps) -> None:
+    for mine, other in zip(found, truth, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def train_and_save(rank: int, name: str, folder: str, tied: bool, truth: Steps, grads: dict[str, torch.Tensor]) -> None:
+    mesh, model, optimizer = build(name, tied=tied)
+    plan = mmfsdp.plan(*_divided(mesh, tied), mesh)
+    assert sum(param.to_local().nbytes for param in model.parameters()) == plan.param_bytes(rank)
+    near([train_step(model, optimizer, 0, mesh, seen := {})], truth[:1])
+    for fqn, grad in grads.items():
+        torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
+    near([train_step(model, optimizer, step, mesh) for step in range(1, 5)], truth[1:5])
+    for kind, suffix in KINDS.items():
+        save = mmfsdp.save_checkpoint(
+            f"{folder}/{name}.{suffix}", model, optimizer, kind=kind, blocking=kind != "local"
+        )
+        save.result()
+    mmfsdp.save_checkpoint(f"{folder}/{name}.safetensors", model, kind="safetensors")
+
+
+def _divided(mesh: DeviceMesh, tied: bool) -> tuple[nn.Module, dict[str, Any]]:
+    model = make_llama(tied=tied)
+    divide(model, mesh)
+    return model, CONFIG
+
+
+def resume(rank: int, saved: str, name: str, kind: str, folder: str, tied: bool, truth: Steps) -> None:
+    mesh, model, optimizer = build(name, tied=tied)
+    mmfsdp.load_checkpoint(f"{folder}/{saved}.{KINDS[kind]}", model, optimizer)
+    near([train_step(model, optimizer, step, mesh) for step in range(5, 10)], truth[5:])
+
+
+def everywhere(rank: int, folder: str, tied: bool, truth: Steps, grads: dict[str, torch.Tensor], every: bool) -> None:
+    for name in MESHES:
+        train_and_save(rank, name, folder, tied, truth, grads)
+    pairs = [*itertools.product(MESHES, MESHES, KINDS)]
+    for saved, name, kind in pairs if every else pairs[5::11]:
+        resume(rank, saved, name, kind, folder, tied, truth)
+
+
+@pytest.mark.sample("some-tied")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("every", [False, True], ids=["some", "every"])
+def test_divided_models_train_and_resume_on_any_mesh(every: bool, tied: bool, tmp_path: Path) -> None:
+    truth, _, grads = train_alone(10, tied=tied)
+    run_ranks(everywhere, 4, str(tmp_path), tied, truth, grads, every, timeout=280)
+    for name in MESHES:
+        whole = torch.load(tmp_path / f"{name}.pth", weights_only=True)["state_dict"]
+        live = load_file(tmp_path / f"{name}.safetensors")
+        assert live.keys() <= whole.keys()
+        for kind, suffix in KINDS.items():
+            convert(tmp_path / f"{name}.{suffix}", target := tmp_path / f"{name}-{kind}.safetensors")
+            for fqn, value in load_file(target).items():
+                assert torch.equal(value, whole[fqn]), (name, kind, fqn)
+        assert all(torch.equal(value, whole[fqn]) for fqn, value in live.items())
+        content = {"state_dict": {fqn: torch.zeros_like(value) for fqn, value in whole.items()}}
+        with single_rank():
+            dcp.load(content, checkpoint_id=tmp_path / f"{name}.d")
+        assert all(torch.equal(value, whole[fqn]) for fqn, value in content["state_dict"].items())
+
+
+def in_a_loop(rank: int, folder: str) -> None:
+    """Weights come from a Hugging Face folder, a manager saves and resumes, and the weights go to such a folder."""
+    mesh, model, optimizer = build("shard 2, tensor 2", tied=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    mmfsdp.load_pretrained(model, f"{folder}/hf")
+    truth = make_llama(tied=True)
+    with mmfsdp.full_params(model):
+        assert all(torch.equal(param, truth.get_parameter(name)) for name, param in model.named_parameters())
+    with mmfsdp.CheckpointManager(f"{folder}/run", model, optimizer, every_steps=2) as manager:
+        first = [train_step(model, optimizer, step, mesh) for step in range(2)]
+        manager.step(1)
+        manager.step(2)
+    _, again, other = build("shard 2, tensor 2", tied=True)
+    with mmfsdp.CheckpointManager(f"{folder}/run", again, other, every_steps=2) as manager:
+        assert manager.resume() == 2
+    near([train_step(again, other, 2, mesh)], [train_step(model, optimizer, 2, mesh)])
+    assert len(first) == 2
+    mmfsdp.save_checkpoint(f"{folder}/out", model, kind="hf", like=f"{folder}/hf")
+    torch.manual_seed(7)
+    drawn = torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight.detach())
+    torch.manual_seed(7)
+    assert torch.equal(drawn.full_tensor(), torch.nn.init.normal_(torch.empty(drawn.shape)))
+
+
+def test_a_folder_in_a_manager_between_and_a_folder_out(tmp_path: Path) -> None:
+    make_llama(tied=True).save_pretrained(tmp_path / "hf")
+    run_ranks(in_a_loop, 4, str(tmp_path))
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = make_llama(tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    for name, param in trained.named_parameters():
+        torch.testing.assert_close(param, model.get_parameter(name), rtol=1e-4, atol=1e-5)
+
+
+def mistakes(rank: int, folder: str) -> None:
+    mesh = make_mesh(MESHES["shard 2, tensor 2"])
+    data = mmfsdp.data_parallel_rank(mesh)
+    assert (data, mmfsdp.data_parallel_size(mesh)) == (rank // 2, 2)
+    assert mmfsdp.accumulation_steps(16, 2, mmfsdp.data_parallel_size(mesh)) == 4
+    tokens = torch.arange(24).reshape(2, 12) + 12 * rank
+    _, model, _ = build("shard 2, tensor 2", tied=False)
+    with pytest.raises(RankMismatchError, match=r"are in one group of the axis 'tensor', and were given"):
+        model(input_ids=tokens, labels=tokens)
+
+    plain = make_llama()
+    plain.model.layers[0].mlp.act_fn = nn.Sequential(plain.model.layers[0].mlp.act_fn, nn.Dropout(0.1))
+    divide(plain, mesh)
+    model = mmfsdp.shard(plain, CONFIG, mesh)
+    own = torch.arange(24).reshape(2, 12) + 12 * data
+    torch.manual_seed(rank)
+    with pytest.raises(RankMismatchError, match=r"drew different random numbers in forward.*data_parallel_rank"):
+        model(input_ids=own, labels=own)
+    torch.manual_seed(data)
+    model(input_ids=own, labels=own)
+
+    _, model, optimizer = build("shard 2, tensor 2", tied=False)
+    loss = model(input_ids=own, labels=own).loss
+    loss.backward()
+    if rank % 2:  # as where a gradient lacks a sum over the axis
+        model.model.norm.weight.grad.to_local().mul_(2)
+        optimizer.param_groups[0]["lr"] = 3e-3
+    optimizer.step()
+    with pytest.raises(RankMismatchError, match=r"between the ranks \d and \d, .* axis 'tensor'. Nothing divides"):
+        mmfsdp.save_checkpoint(f"{folder}/wrong", model)
+    with pytest.raises(RankMismatchError, match="differs between the ranks"):
+        model(input_ids=own, labels=own)
+
+
+def refusals(rank: int) -> None:
+    mesh = make_mesh({"shard": 2, "tensor": 2})
+    with pytest.raises(PlanError, match=r"no parameter is divided along 'tensor'.*parallelize_module"):
+        mmfsdp.shard(make_llama(), CONFIG, mesh)
+    divide(model := make_llama(), mesh)
+    with pytest.raises(PlanError, match=r"'model.embed_tokens.weight' is divided already.*Give the mesh that 'tensor'"):
+        mmfsdp.shard(model, CONFIG)
+    with pytest.raises(ConfigError, match="tensor parallelism divides needs engine 'fsdp2'"):
+        mmfsdp.shard(model, CONFIG, mesh, engine="fsdp1")
+    with pytest.raises(MeshError, match="'NO_SHARD' replicates, but the axis 'shard' of the mesh has 2 ranks"):
+        mmfsdp.shard(model, CONFIG, mesh, sharding="NO_SHARD")
+    with pytest.raises(MeshError, match="shard_size=4 contradicts the mesh"):
+        mmfsdp.shard(model, CONFIG, mesh, sharding={"strategy": "HYBRID_SHARD", "shard_size": 4})
+    for sizes in ((4,), (4, 1)):  # no axis for data
+        other = init_device_mesh("cpu", sizes, mesh_dim_names=("tensor", "pipe")[: len(sizes)])
+        with pytest.raises(PlanError, match=r"Give the mesh that 'tensor' is an axis of, beside an axis 'shard'"):
+            mmfsdp.shard(model, CONFIG, other)
+    with pytest.raises(MeshError, match="each is there once, in the order shard > tensor"):
+        mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard")))
+    with pytest.raises(MeshError, match="each is there once"):
+        mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("shard", "dp", "tensor")))
+    with pytest.raises(PlanError, match="is divided already"):
+        mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (1, 4), mesh_dim_names=("shard", "tensor")))
+    pipe = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "dp", "tp"))
+    divide(model := make_llama(), pipe)
+    if not torch_has(KEEPS_ROOT_MESH):
+        with pytest.raises(MeshError, match=r"divided along 'tp' over the mesh \('pipe', 'dp', 'tp'\).*Install"):
+            mmfsdp.shard(model, CONFIG, pipe)
+        return
+    sharded = mmfsdp.shard(model, CONFIG, pipe)  # other names for the axes, and an axis that is not ours
+    assert find_sharded_model(sharded).mesh.mesh_dim_names == ("dp", "tp")
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    run_ranks(mistakes, 4, str(tmp_path))
+    run_ranks(refusals, 4)
+
+
+def test_axes_by_name() -> None:
+    sizes = {"replicate": 2, "shard": 4, "tensor": 2}
+    assert mmfsdp.plan(nn.Linear(8, 8), mesh={"replicate": 2, "shard": 4}).mesh.world_size == 8
+    with pytest.raises(MeshError, match=r"'tensr' is no axis of a mesh. Did you mean 'tensor'\?"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh={"tensr": 2})
+    with pytest.raises(MeshError, match="leave no whole number of ranks for shard in a world of 1"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh={"replicate": 2, "shard": -1})
+    with pytest.raises(PlanError, match=r"2 x 4 x 2 ranks .replicate x shard x tensor., but no parameter is divided"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh=sizes)
