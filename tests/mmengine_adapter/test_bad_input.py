@@ -190,13 +190,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"sharding_strategy": "HYBRID_SHARD", "device_mesh": {"mesh_shape": [2, 2]}},
         {},
         MeshError,
-        ["mesh_shape (2, 2) has places for 4 ranks, but 2 were started.", "write a shape for 2: (2,)"],
+        ["mesh_shape (2, 2) is for 4 ranks, but 2 were started.", "write a shape for 2: (2,)"],
     ),
     "device_mesh for fewer ranks": (
         {"device_mesh": {"mesh_shape": (1,)}},
         {},
         MeshError,
-        ["mesh_shape (1,) has places for 1 ranks, but 2 were started."],
+        ["mesh_shape (1,) is for 1 ranks, but 2 were started."],
     ),
     "device_mesh's misspelt argument": (
         {"device_mesh": {"shape": (2,)}},
@@ -220,7 +220,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], list[str
         {"process_group": {"ranks": [0]}},
         {},
         MeshError,
-        ["process_group has no place for the ranks [1], which were started too. Remove process_group"],
+        ["process_group leaves out the ranks [1], which were started too. Remove process_group"],
     ),
     "clip_grad's misspelt argument": (
         {},

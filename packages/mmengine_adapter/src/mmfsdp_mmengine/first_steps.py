@@ -1,4 +1,4 @@
-"""`RehearsalHook`: logs what steps of training take beside what a rehearsal predicts: the first ones, or all along."""
+"""`RehearsalHook`: logs memory and time of steps beside a rehearsal's forecast, for the first steps or all along."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RehearsalHook(Hook):
         device: The device that trains: a name or the file of a calibration, as ``--device`` takes it. Default: a GPU
             that is not known, or the CPU; only memory is predicted.
         steps: How many steps to time, after two that do not count.
-        every: Compare one step in so many with the forecast for as long as training runs, see
+        every: Interval in steps at which to compare a step with the forecast for as long as training runs, see
             `mmfsdp.rehearsal.ForecastWatch`. Default: the first steps only.
     """
 
@@ -49,7 +49,7 @@ class RehearsalHook(Hook):
         self._iterations = 0
 
     def before_run(self, runner: Any) -> None:
-        """Let a device that is full in training say where, what it holds, and what was expected."""
+        """Make an out-of-memory error in training report the module, the memory held and the forecast."""
         run = getattr(runner._train_loop, "run", None)  # the property would build a loop for what only validates
         if run is None:
             return

@@ -46,7 +46,7 @@ def check_mmengine() -> None:
 
 
 def problem_of(found: Mapping[str, str]) -> str | None:
-    """Return what is wrong with the installed distributions of MMEngine and what to type, or None.
+    """Return the fault of the installed distributions of MMEngine with the command that repairs it, or None.
 
     Args:
         found: Their versions by name.

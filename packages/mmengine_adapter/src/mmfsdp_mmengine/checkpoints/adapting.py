@@ -85,7 +85,7 @@ def _run(modules: list[tuple[str, nn.Module]], view: _View) -> None:
 
 
 class _View(dict[str, Any]):
-    """A state dict that shows tensors in place of what it holds, and knows which of them were only moved.
+    """A state dict that shows tensors in place of its content, and tracks which of them were only moved.
 
     Args:
         values: The state dict. Not changed.
@@ -98,7 +98,7 @@ class _View(dict[str, Any]):
         self._values, self._tensors = values, tensors
 
     def content(self) -> dict[str, Any]:
-        """Return the state dict: what was shown and kept, under any key, is what it stands for."""
+        """Return the state dict, in which every tensor that was shown is replaced by its content, under any key."""
         origins = {id(tensor): self._values[key] for key, tensor in self.shown.items()}
         return {key: origins.get(id(value), value) for key, value in super().items()}
 

@@ -163,7 +163,7 @@ class ShardAverages:
 
 
 class RecordedLoad:
-    """Stands for an averaged model while a hook loads a checkpoint, and keeps what it is given.
+    """Stands for an averaged model while a hook loads a checkpoint, and keeps the loaded state.
 
     Each rank's averages need all ranks to load, and may not exist yet.
 

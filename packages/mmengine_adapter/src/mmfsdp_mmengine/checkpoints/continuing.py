@@ -1,4 +1,4 @@
-"""Checks that training can continue from a checkpoint, and holds what the training loop needs to do so."""
+"""Checks that training can continue from a checkpoint, and holds the state that the training loop needs for it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_checkpoint(name: str) -> bool:
 def series(directory: str) -> list[list[str]]:
     """Return the checkpoints in a directory by series, whose names differ in numbers alone, the highest numbers first.
 
-    Numbers and not times decide on what is newest, as the clocks of hosts may differ. Not collective.
+    Numbers, not times, decide which is newest, because the clocks of hosts may differ. Not collective.
 
     Args:
         directory: A path or URL; there need not be anything.

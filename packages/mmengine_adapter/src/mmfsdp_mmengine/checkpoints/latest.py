@@ -99,12 +99,12 @@ def _refuse_damaged(folders: Sequence[str], damaged: Collection[str], scope: Sco
     """Raise if there are damaged checkpoints: the run would begin again unnoticed. Collective: every rank."""
 
     def check() -> None:
-        for place in _all_in([*folders, *map(folder_of, damaged)]) if scope.is_first else []:
-            if place in damaged or _is_damaged(place):
+        for path in _all_in([*folders, *map(folder_of, damaged)]) if scope.is_first else []:
+            if path in damaged or _is_damaged(path):
                 raise IncompleteCheckpointError(
                     f"No checkpoint in {folders[0]} can be loaded; the log names what is wrong. Restore one of them, "
                     "or set resume=False to train from the beginning.",
-                    file=place,
+                    file=path,
                 )
 
     on_all_ranks(check, scope)
@@ -115,19 +115,19 @@ def _set_aside(damaged: Collection[str], loaded: str, scope: Scope) -> None:
 
     def rename() -> None:
         folder = folder_of(loaded)
-        for places in series(folder):
-            for place in places:
-                if place not in damaged and not _is_damaged(place):
+        for paths in series(folder):
+            for path in paths:
+                if path not in damaged and not _is_damaged(path):
                     break
-                if (target := open_directory(folder).set_aside(place.rpartition("/")[2])) is not None:
-                    print_log(f"Renamed {place} to {target}.", logger="current", level=logging.WARNING)
+                if (target := open_directory(folder).set_aside(path.rpartition("/")[2])) is not None:
+                    print_log(f"Renamed {path} to {target}.", logger="current", level=logging.WARNING)
 
     on_all_ranks(rename if scope.is_first else lambda: None, scope)
 
 
-def _is_damaged(place: str) -> bool:
+def _is_damaged(path: str) -> bool:
     try:
-        open_layout(place, trust=True)
+        open_layout(path, trust=True)
     except (CorruptCheckpointError, IncompleteCheckpointError):
         return True
     except CheckpointError:
@@ -165,8 +165,8 @@ def _find(work_dir: str, folders: Sequence[str], skipped: Collection[str]) -> st
     named = note.read_text().strip() if note.is_file() else ""
     if named and (trouble := "it is damaged." if named in skipped else _trouble(named)) is None:
         return named
-    places = [work_dir, *[folder_of(named)] * bool(named), *folders]
-    found = _newest(places, {named, *skipped})
+    searched = [work_dir, *[folder_of(named)] * bool(named), *folders]
+    found = _newest(searched, {named, *skipped})
     if named or found is not None:
         because = f"last_checkpoint names {named}: {trouble}" if named else f"{work_dir} has no last_checkpoint."
         instead = f"Resuming from {found}, the newest complete one" if found else "No other checkpoint can be resumed"
@@ -178,41 +178,41 @@ def _newest(folders: Sequence[str], without: Collection[str]) -> str | None:
     """Return the checkpoint that has done the most iterations, of those that can be resumed."""
     found = []
     for folder in dict.fromkeys(folders):
-        for places in series(folder):
-            first = next((place for place in places if place not in without and _can_resume(place)), None)
+        for paths in series(folder):
+            first = next((path for path in paths if path not in without and _can_resume(path)), None)
             found += [] if first is None else [first]
     return found[0] if len(found) == 1 else max(found, key=_iterations, default=None)
 
 
-def _iterations(place: str) -> int:
+def _iterations(path: str) -> int:
     try:
-        return int(read_content(place)["meta"]["iter"])
+        return int(read_content(path)["meta"]["iter"])
     except (CheckpointError, KeyError, TypeError, ValueError):
         return -1
 
 
 def _all_in(folders: Iterable[str]) -> list[str]:
-    return [place for folder in dict.fromkeys(folders) for places in series(folder) for place in places]
+    return [path for folder in dict.fromkeys(folders) for paths in series(folder) for path in paths]
 
 
-def _trouble(place: str) -> str | None:
+def _trouble(path: str) -> str | None:
     """Return why a checkpoint cannot be read, or None if it can or if it is a directory in an unknown format."""
     try:
-        open_layout(place, trust=True)
+        open_layout(path, trust=True)
     except CheckpointNotFoundError:
         return "it does not exist."
     except CheckpointPermissionError:
-        raise  # to go on from an older one would lose what is there
+        raise  # resuming from an older one would lose its progress
     except FormatError as error:
-        return None if Path(place).is_dir() else error.message
+        return None if Path(path).is_dir() else error.message
     except CheckpointError as error:
         return error.message
     return None
 
 
-def _can_resume(place: str) -> bool:
+def _can_resume(path: str) -> bool:
     try:
-        return {"meta", "optimizer"} <= {*open_layout(place, trust=True).top_level}
+        return {"meta", "optimizer"} <= {*open_layout(path, trust=True).top_level}
     except CheckpointPermissionError:
         raise
     except CheckpointError:

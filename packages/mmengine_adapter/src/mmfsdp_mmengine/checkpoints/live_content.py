@@ -230,7 +230,7 @@ def describe_mismatch(report: LoadReport) -> str:
 
 
 def nothing_fits(report: LoadReport, model: str) -> str:
-    """Return the message for a state dict of which no key is one of the model's."""
+    """Return the message for a state dict that has no key of the model."""
     return (
         f"None of the {len(report.unexpected)} keys of the checkpoint, such as {report.unexpected[0]!r}, is one of "
         f"{model}'s, such as {report.missing[0]!r}: nothing would be loaded. It may be of another model. If it is of a "

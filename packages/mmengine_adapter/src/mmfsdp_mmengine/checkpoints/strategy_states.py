@@ -304,7 +304,7 @@ class CheckpointingStrategy(DDPStrategy):
 
         Args:
             filename: What they will be called with.
-            read: Returns what a file would hold. Collective.
+            read: Returns the content that a file would have. Collective.
         """
         self._offered = {filename: read}
 

@@ -97,7 +97,7 @@ def named(value: Any) -> Any:
 
 
 def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
-    """Return arguments of `mmfsdp.FullyShardedDataParallel` from those of `MMFullyShardedDataParallel`.
+    """Translate arguments of `MMFullyShardedDataParallel` into arguments of `mmfsdp.FullyShardedDataParallel`.
 
     Collective only if ``process_group`` or ``device_mesh`` is a dict: then every rank of the world.
 
@@ -133,7 +133,7 @@ def wrapper_arguments(module: nn.Module, **given: Any) -> dict[str, Any]:
 
 
 def activation_arguments(value: Any, module: nn.Module) -> Any:
-    """Return core's activation checkpointing settings from what a strategy or wrapper is given.
+    """Translate the arguments of a strategy or wrapper into core's settings of activation checkpointing.
 
     Args:
         value: A mode, True, or a dict: ``check_fn`` as a name, a callable or ``dict(type=..., **arguments)``, beside

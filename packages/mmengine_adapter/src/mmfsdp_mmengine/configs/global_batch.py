@@ -57,7 +57,7 @@ def _collate_of(given: Any) -> dict[str, Any]:
 def collate_in_parts(
     samples: Sequence[Any], num_parts: int, collate: Callable[..., Any], arguments: dict[str, Any]
 ) -> Parts:
-    """Collate samples into parts of the same size; those of the last batch of an epoch may differ by one.
+    """Collate samples into parts of the same size; in the last batch of an epoch, sizes may differ by one.
 
     Args:
         samples: A rank's share of a batch.

@@ -45,16 +45,16 @@ def unknown_name(name: str, registry: Registry, config: str | None = None) -> Un
     """
     searched, others = _searched(name, registry)
     bare = name.rpartition(".")[2]
-    hints = closest(bare, [known for place in searched for known in place.module_dict])
-    elsewhere = [place.scope for place in others if bare in place.module_dict]
+    hints = closest(bare, [known for one in searched for known in one.module_dict])
+    elsewhere = [one.scope for one in others if bare in one.module_dict]
     if elsewhere:
         hints = "".join(f" Scope {scope!r} has it: write {f'{scope}.{bare}'!r}." for scope in elsewhere)
     elif not hints:
-        near = ((place.scope, closest(bare, place.module_dict)) for place in others)
+        near = ((one.scope, closest(bare, one.module_dict)) for one in others)
         hints = "".join(f" Scope {scope!r} was not searched.{hint}" for scope, hint in near if hint)
-    looked = ", ".join(f"{place.scope}::{place.name}" for place in searched)
+    looked = ", ".join(f"{one.scope}::{one.name}" for one in searched)
     if not searched:
-        scopes = ", ".join(repr(place.scope) for place in others)
+        scopes = ", ".join(repr(one.scope) for one in others)
         looked = f"no scope, as {name.partition('.')[0]!r} is none of {scopes}"
     cause = why_scope_fails(name, registry) or _why_without_registry(name, registry)
     cause = cause and f" {cause}"
@@ -84,8 +84,8 @@ def unknown_type(registry: Registry, config: Any, default_args: Any = None) -> U
     name = config.get("type") or (default_args or {}).get("type") or config.get("runner_type")
     if not isinstance(name, str):
         return None
-    with registry.switch_scope_and_registry(config.get("_scope_")) as place:
-        return unknown_name(name, place) if place.get(name) is None else None
+    with registry.switch_scope_and_registry(config.get("_scope_")) as known:
+        return unknown_name(name, known) if known.get(name) is None else None
 
 
 def _searched(name: str, registry: Registry) -> tuple[list[Registry], list[Registry]]:
@@ -93,12 +93,12 @@ def _searched(name: str, registry: Registry) -> tuple[list[Registry], list[Regis
     tree = [*_tree(registry.root)]
     scope, _ = Registry.split_scope_key(name)
     if scope is not None:
-        searched = [place for place in tree if place.scope == scope]
+        searched = [one for one in tree if one.scope == scope]
     else:
         searched = [registry]
         while searched[-1].parent is not None:
             searched.append(searched[-1].parent)
-    return searched, [place for place in tree if place not in searched]
+    return searched, [one for one in tree if one not in searched]
 
 
 def _tree(registry: Registry) -> Iterator[Registry]:
@@ -153,7 +153,7 @@ def _scope_without_registry(name: str, registry: Registry) -> tuple[str, str | N
     current = DefaultScope.get_current_instance()
     said = "The scope of the name is" if scope else "default_scope is"
     scope = scope or (None if current is None else current.scope_name)
-    return said, None if scope is None or any(place.scope == scope for place in _tree(registry.root)) else scope
+    return said, None if scope is None or any(one.scope == scope for one in _tree(registry.root)) else scope
 
 
 def _is_package(name: str) -> bool:

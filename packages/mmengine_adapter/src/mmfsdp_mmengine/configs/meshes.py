@@ -32,7 +32,7 @@ def build_group(given: Any) -> Any:
     missing = [] if ranks is None else [rank for rank in range(dist.get_world_size()) if rank not in ranks]
     if missing:
         raise MeshError(
-            f"process_group has no place for the ranks {missing}, which were started too. Remove process_group; to "
+            f"process_group leaves out the ranks {missing}, which were started too. Remove process_group; to "
             "shard in groups of n ranks, write sharding_strategy='HYBRID_SHARD' and "
             "device_mesh=dict(mesh_shape=(replicas, n)).",
             config="process_group.ranks",
@@ -58,7 +58,7 @@ def build_mesh(given: Mapping[str, Any]) -> DeviceMesh:
 
     Raises:
         ConfigError: An argument is unknown or has a value that is not accepted.
-        MeshError: The mesh has more or fewer places than the world has ranks.
+        MeshError: The mesh has more or fewer ranks than the world.
     """
     known = [*inspect.signature(init_device_mesh).parameters]
     refuse_unknown("device_mesh", given, known, "device_mesh")
@@ -77,7 +77,7 @@ def build_mesh(given: Mapping[str, Any]) -> DeviceMesh:
     ranks = dist.get_world_size()
     if math.prod(shape) != ranks:
         raise MeshError(
-            f"device_mesh.mesh_shape {tuple(shape)} has places for {math.prod(shape)} ranks, but {ranks} were started. "
+            f"device_mesh.mesh_shape {tuple(shape)} is for {math.prod(shape)} ranks, but {ranks} were started. "
             f"Start as many, or write a shape for {ranks}: ({ranks},), or (replicas, shards) for HYBRID_SHARD.",
             config="device_mesh.mesh_shape",
         )

@@ -39,19 +39,19 @@ def find_function(name: str, argument: str) -> Any:
         PolicyNotFoundError: No function has that name; the error suggests the nearest names.
     """
     with FUNCTIONS.switch_scope_and_registry(None) as functions:
-        places = [FSDP_WRAP_POLICIES, functions]
-        while places[-1].parent is not None:
-            places.append(places[-1].parent)
+        registries = [FSDP_WRAP_POLICIES, functions]
+        while registries[-1].parent is not None:
+            registries.append(registries[-1].parent)
         # Registry.get() would try to import a dotted name: look into the registries only.
         bare = name.rpartition(".")[2] if name.count(".") == 1 and ":" not in name else name
-        for place in places:
-            if name in place.module_dict:
-                return place.module_dict[name]
-            if bare in place.module_dict and name.startswith(f"{place.scope}."):
-                return place.module_dict[bare]
+        for registry in registries:
+            if name in registry.module_dict:
+                return registry.module_dict[name]
+            if bare in registry.module_dict and name.startswith(f"{registry.scope}."):
+                return registry.module_dict[bare]
         if "." not in name and (found := functions.get(name)) is not None:
             return found
-    looked = "Looked in " + ", ".join(f"{place.scope}::{place.name}" for place in places)
+    looked = "Looked in " + ", ".join(f"{registry.scope}::{registry.name}" for registry in registries)
     if "." in name or ":" in name:
         try:
             return resolve_reference(name)
@@ -59,7 +59,7 @@ def find_function(name: str, argument: str) -> Any:
             raise PolicyNotFoundError(
                 f"{argument} {name!r} was not found. {looked}; and as an import path: {error.message}", config=argument
             ) from error
-    names = [key for place in places for key in place.module_dict]
+    names = [key for registry in registries for key in registry.module_dict]
     raise PolicyNotFoundError(
         f"{argument} {name!r} was not found. {looked}.{closest(name, names)} Register it with "
         "@FUNCTIONS.register_module() in a module that custom_imports lists, or write 'package.module:function'.",

@@ -65,7 +65,7 @@ def _largest(model: nn.Module, planned: ShardPlan) -> list[str]:
             break
         names.append(name)
         left -= numel
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(names, key=order.__getitem__)
 
 

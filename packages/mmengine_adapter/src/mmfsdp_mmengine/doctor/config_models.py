@@ -62,7 +62,7 @@ def _built(config: dict[str, Any]) -> nn.Module:
     except (ValueError, RuntimeError) as error:
         if "process group" not in str(error) or dist.is_initialized():
             raise
-    # Its constructor asks for the ranks, as that of mmcv's SyncBatchNorm does.
+    # Its constructor asks for the ranks, as mmcv's SyncBatchNorm does.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         return _without_memory(config)

@@ -75,14 +75,14 @@ def batch_norm(subject: Subject) -> Iterator[Finding]:
                 subject, f"{subject.sharding.path}.mixed_precision", {}, ["_module_classes_to_ignore", "ignore_classes"]
             ),
         )
-    place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
+    settings = subject.sharding.strategy if subject.sharding.strategy else subject.settings
     alone = [name for name in norms if not isinstance(model.get_submodule(name), SyncBatchNorm)]
     averaged = any(name_of(hook.get("type")) == "SyncBuffersHook" for _, hook, _ in hooks_of(subject.settings))
     if (
         alone
         and not averaged
         and not subject.argument("broadcast_buffers")
-        and place.get("sync_bn") in (None, "revert")
+        and settings.get("sync_bn") in (None, "revert")
     ):
         yield Finding(
             "warning",

@@ -243,10 +243,10 @@ def _of_flat_parameters(subject: Subject, groups: list[Any]) -> Iterator[Finding
     if plan is None or model is None or plan.use_orig_params or len(groups) < 2:
         return
     path = subject.sharding.path if subject.sharding is not None else "strategy"
-    place = {id(param): index for index, group in enumerate(groups) for param in group}
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group}
     params = dict(model.named_parameters())
     for unit in plan.units:
-        held = {place.get(id(params[param.fqn])) for param in unit.params}
+        held = {group_of.get(id(params[param.fqn])) for param in unit.params}
         if len(held) > 1:
             yield Finding(
                 "error",

@@ -1,4 +1,4 @@
-"""Reads what a config says to DeepSpeed or ColossalAI, and says the same to FSDPStrategy."""
+"""Translates a config's settings for DeepSpeed or ColossalAI into settings of FSDPStrategy."""
 
 from __future__ import annotations
 

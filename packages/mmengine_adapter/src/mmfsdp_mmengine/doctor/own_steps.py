@@ -72,7 +72,7 @@ class OwnEvaluation:
 
 @contextmanager
 def _reached(model: nn.Module) -> Iterator[Any]:
-    """Yield the module whose steps to call; its calls of itself reach what is around it meanwhile."""
+    """Yield the module whose steps to call; until the end its calls of itself go through the wrappers around it."""
     is_wrapped = isinstance(model, DistributedDataParallel | FullyShardedDataParallel)
     inner: Any = model.module if is_wrapped else model
     with nullcontext() if _is_plain(model) else forwards_reach(_Way(model), inner, through_wrapper=is_wrapped):
@@ -80,7 +80,7 @@ def _reached(model: nn.Module) -> Iterator[Any]:
 
 
 class _Way:
-    """What a model's own step calls in place of itself, and what accumulates its gradients."""
+    """Routes a model's calls of itself through its wrappers, and accumulates its gradients as they do."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -120,5 +120,5 @@ def _is_plain(model: nn.Module) -> bool:
 
 
 def own_labels(leaf: Any) -> Any:
-    """Copy labels, parts of which preprocessors replace; return other leaves of a batch as they are."""
+    """Copy labels, because preprocessors replace parts of them; return other leaves of a batch as they are."""
     return copy.deepcopy(leaf) if isinstance(leaf, BaseDataElement) else leaf

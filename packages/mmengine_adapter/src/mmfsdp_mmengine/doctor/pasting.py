@@ -1,4 +1,4 @@
-"""Writes config lines to paste that extend or change what a config has, and lose nothing of it."""
+"""Writes config lines to paste, which extend or change a config and keep its other settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def changed_lines(subject: Subject, path: str, values: Mapping[str, Any], remove
 
     Args:
         subject: The config.
-        path: Dotted path of the dict, such as ``'strategy.model_wrapper'``; what is missing of it is added.
+        path: Dotted path of the dict, such as ``'strategy.model_wrapper'``; its missing parts are added.
         values: The new values, by name.
         removed: Names to remove.
     """
@@ -42,12 +42,12 @@ def changed_lines(subject: Subject, path: str, values: Mapping[str, Any], remove
 
 
 def replaced_line(subject: Subject, name: str, value: Mapping[str, Any]) -> str:
-    """Return the line that gives a setting another dict, of which nothing inherited remains."""
+    """Return the line that replaces a setting's dict and inherits nothing."""
     return f"{name} = {_written({'_delete_': True, **value} if subject.inherits(name) else value)}"
 
 
 def extended_imports(settings: Mapping[str, Any]) -> str:
-    """Return ``custom_imports`` with this package first, then what the config imports already."""
+    """Return ``custom_imports`` with this package first, then the config's own imports."""
     given = settings.get("custom_imports") or {}
     imports = given.get("imports") or []
     others = [imports] if isinstance(imports, str) else [*imports]

@@ -127,8 +127,8 @@ def unknown_names(subject: Subject) -> Iterator[Finding]:
         wanted = [(f"{path}.type", given, registry)] if isinstance(given, Mapping) else []
         if path == "strategy" and isinstance(given, Mapping) and isinstance(given.get("model_wrapper"), Mapping):
             wanted.append(("strategy.model_wrapper.type", given["model_wrapper"], MODEL_WRAPPERS))
-        for where, config, place in wanted:
-            yield from unregistered(config.get("type"), place, where)
+        for where, config, known in wanted:
+            yield from unregistered(config.get("type"), known, where)
 
 
 def unknown_arguments(subject: Subject) -> Iterator[Finding]:

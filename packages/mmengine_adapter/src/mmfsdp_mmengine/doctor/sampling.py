@@ -75,21 +75,21 @@ def _own_samples(dataset: Mapping[str, Any], count: int, name: str) -> list[Any]
     """Return the first samples of a data set that has no pipeline, and again from its first one if it has fewer."""
     try:
         built = DATASETS.build(copied(dataset))
-        return [copy.deepcopy(built[place % len(built)]) for place in range(count)]
+        return [copy.deepcopy(built[index % len(built)]) for index in range(count)]
     except Exception as error:  # whatever a user's data set raises
         raise _failed(dataset.get("type"), "gives no samples", f"{name}.dataset", error) from error
 
 
 def _transforms(dataset: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and config of each transform, those of the innermost data set first."""
+    """Yield path and config of each transform, from the innermost data set outwards."""
     inner = dataset.get("dataset")
     if isinstance(inner, Mapping):
         yield from _transforms(inner, f"{path}.dataset")
     several = dataset.get("datasets")
     if isinstance(several, list | tuple) and several and isinstance(several[0], Mapping):
         yield from _transforms(several[0], f"{path}.datasets[0]")
-    for place, given in enumerate(dataset.get("pipeline") or ()):
-        yield f"{path}.pipeline[{place}]", given
+    for index, given in enumerate(dataset.get("pipeline") or ()):
+        yield f"{path}.pipeline[{index}]", given
 
 
 def _built(given: Any, path: str) -> Any:
@@ -136,7 +136,7 @@ def _record(folder: Path, transforms: list[Any]) -> dict[str, Any]:
     classes[:, : width // 2] = 1  # no crop of it has one class only
     cv2.imwrite(str(labels), classes)
     side = min(height, width) // 3
-    boxes = [[40 * place, 30 * place, 40 * place + side, 30 * place + side] for place in range(OBJECTS)]
+    boxes = [[40 * index, 30 * index, 40 * index + side, 30 * index + side] for index in range(OBJECTS)]
     instances = [
         {
             "bbox": [float(value) for value in (left, top, right, bottom)],

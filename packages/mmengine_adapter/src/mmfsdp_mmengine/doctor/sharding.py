@@ -161,8 +161,8 @@ def sync_bn(subject: Subject) -> Iterator[Finding]:
     """The strategy's and the plain Runner's ``sync_bn``."""
     if subject.sharding is None:
         return
-    place = subject.sharding.strategy if subject.sharding.strategy else subject.settings
-    if place.get("sync_bn") is not None:
+    settings = subject.sharding.strategy if subject.sharding.strategy else subject.settings
+    if settings.get("sync_bn") is not None:
         path = "strategy.sync_bn" if subject.sharding.strategy else "sync_bn"
         yield Finding("changed", path, "batch norm layers are converted.", "FSDPStrategy ignored it.")
 

@@ -135,7 +135,7 @@ def _loss(cast: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def _autocast(wrapper: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what makes the context of a forward: that of the CPU's autocast for MMEngine's mixed precision."""
+    """Return the function that makes the context of a forward: the CPU's autocast for MMEngine's mixed precision."""
     found = class_of(wrapper.get("type"), OPTIM_WRAPPERS)
     if not (isinstance(found, type) and issubclass(found, AmpOptimWrapper)) and name_of(wrapper.get("type")) != (
         "AmpOptimWrapper"
@@ -177,14 +177,16 @@ def _optimizer(settings: Mapping[str, Any], model: nn.Module) -> Callable[[Itera
             raise ConfigError(
                 f"The config has several optimizers: {', '.join(wrappers)}; and {why}.", config="optim_wrapper"
             )
-        places = {id(param): place for place, param in enumerate(whole)}
+        index_of = {id(param): index for index, param in enumerate(whole)}
         made = [wrapper.optimizer for wrapper in wrappers.values()]
         for optimizer in made:
             if is_flat:  # they have one group
                 groups = [[param for param in sharded if param.requires_grad]]
                 del optimizer.param_groups[1:]
             else:
-                groups = [[sharded[places[id(param)]] for param in group["params"]] for group in optimizer.param_groups]
+                groups = [
+                    [sharded[index_of[id(param)]] for param in group["params"]] for group in optimizer.param_groups
+                ]
             for group, members in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = members
         return made if len(made) > 1 else made[0]

@@ -96,7 +96,7 @@ def quiet(*, about_scopes: bool = False) -> Iterator[None]:
     """Silence MMEngine's logger, which reports each parameter of an optimizer and each scope without a registry.
 
     Args:
-        about_scopes: Silence only what it says of scopes, which findings say better.
+        about_scopes: Silence only its messages about scopes, which findings explain better.
     """
     logger = MMLogger.get_current_instance()
 
@@ -115,8 +115,8 @@ def class_of(value: Any, registry: Registry) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        with quiet(), registry.switch_scope_and_registry(None) as place:
-            return place.get(value)
+        with quiet(), registry.switch_scope_and_registry(None) as known:
+            return known.get(value)
     except Exception:  # importing the scope's modules may raise anything; `unregistered` reports it
         return None
 
@@ -130,11 +130,11 @@ def unregistered(value: Any, registry: Registry, path: str) -> Iterator[Finding]
         return
     message = ""
     try:
-        with quiet(), registry.switch_scope_and_registry(None) as place:
-            if _found(value, place):
+        with quiet(), registry.switch_scope_and_registry(None) as known:
+            if _found(value, known):
                 return
-            reason = "" if Registry.split_scope_key(value)[0] else why_scope_fails(value, place)
-            message = unknown_name(value, place).message
+            reason = "" if Registry.split_scope_key(value)[0] else why_scope_fails(value, known)
+            message = unknown_name(value, known).message
     except Exception as error:  # importing the package's modules may raise anything
         reason = f"importing the modules of the default scope failed with {type(error).__name__}: {error}. "
         reason += what_to_install(error) or "Repair or reinstall the package."

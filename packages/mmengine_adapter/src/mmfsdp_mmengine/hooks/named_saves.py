@@ -35,14 +35,14 @@ class NamedSaves(mmengine.hooks.CheckpointHook):
     out_dir: Any
     last_ckpt: str | None
     keep_period: int | None = None
-    """Of the checkpoints that ``max_keep_ckpts`` would remove, those of every n-th epoch or iteration stay."""
+    """Keeps the checkpoint of every n-th epoch or iteration, which ``max_keep_ckpts`` would remove."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._meta: dict[str, Any] | None = None
         self._saves: LoopedSaves | None = None
         self._regular: int | None = None  # the iterations that were done at the newest regular save
-        self._validates = False  # what is saved now shall be validated before training goes on
+        self._validates = False  # whether this save is validated before training goes on
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Correct the epoch and iteration, because FlexibleRunner increments the dict that it is given."""

@@ -1,4 +1,4 @@
-"""Saves between the checkpoints of a run on the nodes' own disks, and resumes from what the nodes have together."""
+"""Saves more often than a run's checkpoints, on the nodes' own disks, and resumes from the files of all nodes."""
 
 from __future__ import annotations
 

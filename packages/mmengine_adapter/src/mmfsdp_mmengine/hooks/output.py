@@ -67,10 +67,10 @@ class Output:
         store = on_all_ranks(lambda: open_store(out_dir), scope)
         self.files = None if store is None else StoreFiles(out_dir, store)
         """The directory, if it is in a store."""
-        places = dict.fromkeys([os.path.realpath(work_dir), out_dir if store else os.path.realpath(out_dir)])
+        paths = dict.fromkeys([os.path.realpath(work_dir), out_dir if store else os.path.realpath(out_dir)])
         try:
-            for place in places:
-                self._held.append(HeldDirectory(place, scope))
+            for path in paths:
+                self._held.append(HeldDirectory(path, scope))
             if store is not None:
                 on_all_ranks(lambda: store.remove_remains(is_checkpoint) if scope.is_first else None, scope)
         except BaseException:

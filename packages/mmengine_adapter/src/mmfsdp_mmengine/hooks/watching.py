@@ -26,7 +26,7 @@ class WatchHook(Hook):
             several.
         jump: How many times the median of the last 50 a norm must be.
         keep: How many recorded steps to keep in memory.
-        alarms: After so many, no more records are written.
+        alarms: Number of alarms after which no more records are written.
         depth: How many levels of modules to record below the model.
         folder: Where records are written, by default ``watch`` in the work directory.
     """

@@ -160,12 +160,12 @@ def _flat_names(plan: ShardPlan, params: Mapping[str, nn.Parameter]) -> dict[str
 
 
 def _check_flat(plan: ShardPlan, flat: Mapping[str, str], groups: list[list[str]]) -> None:
-    place = {name: index for index, names in enumerate(groups) for name in names}
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
     for unit in plan.units:
-        places = {place.get(param.fqn) for param in unit.params if param.fqn in flat}
-        if len(places) > 1:
+        found = {group_of.get(param.fqn) for param in unit.params if param.fqn in flat}
+        if len(found) > 1:
             first, *others = unit.params
-            other = next(param for param in others if place.get(param.fqn) != place.get(first.fqn))
+            other = next(param for param in others if group_of.get(param.fqn) != group_of.get(first.fqn))
             raise ConfigError(
                 f"use_orig_params=False makes one flat parameter of shard unit {unit.fqn or '(root)'!r}, but the "
                 f"optimizer gives {first.fqn!r} and {other.fqn!r} different settings. Set use_orig_params=True.",

@@ -28,7 +28,7 @@ class MuonConstructor(DefaultOptimWrapperConstructor):
         optim_wrapper_cfg: The config of the wrapper. Its ``optimizer`` has the settings of mmfsdp's section
             ``optimizer``, and may have ``type='MuonWithAdamW'``. Not changed.
         paramwise_cfg: As MMEngine's default constructor takes it. ``lr_mult``, ``decay_mult`` and the like multiply the
-            rates of the optimizer that updates a parameter. Other custom settings replace those of its param group.
+            rates of the optimizer that updates a parameter. Other custom settings replace its group's.
 
     Raises:
         ConfigError: ``optimizer`` has another type, or a custom key sets a rate instead of a multiplier.

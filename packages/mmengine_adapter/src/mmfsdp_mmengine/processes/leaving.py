@@ -73,7 +73,7 @@ def _all_leave() -> bool:
 
 
 def _asked(ask: Callable[[], Any]) -> Any:
-    """Return what the store answers; None if a rank did not come, or the rank that hosts it has ended or stopped."""
+    """Return the store's answer; None if a rank is missing, or the rank that hosts the store has ended or stopped."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     _questions.put((ask, answers))
     with contextlib.suppress(queue.Empty):
@@ -81,7 +81,7 @@ def _asked(ask: Callable[[], Any]) -> Any:
 
 
 def _answer() -> None:
-    """Ask the store what a process that ends wants to know, beside it, so that it need not wait for an answer."""
+    """Ask the store on behalf of a process that ends, in a thread, so that it need not wait for an answer."""
     while True:
         ask, answers = _questions.get()
         try:

@@ -37,7 +37,7 @@ def in_turns(step: Callable[[], T], scope: Scope) -> T:
 
 
 def firsts_of_machines(scope: Scope) -> list[int]:
-    """Return the lowest place of each machine's ranks. Collective: every rank of the scope."""
+    """Return the lowest rank of each machine's ranks. Collective: every rank of the scope."""
     machines = gather_to_first(scope, _this_machine())
     firsts = [machines.index(machine) for machine in dict.fromkeys(machines)] if machines is not None else []
     return broadcast_object(scope, firsts)
