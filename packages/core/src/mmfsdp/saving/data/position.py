@@ -30,8 +30,9 @@ class DataPosition:
     leaves out at the end. If ``batch_size`` times the number of ranks is the same as before, each step gets the same
     samples.
 
-    An iterable data set has no order that ranks could divide anew. Its ``state_dict()``, or that of a loader that has
-    one, such as torchdata's ``StatefulDataLoader``, is saved for each rank, and the run resumes on as many ranks.
+    An iterable data set has no order that ranks could divide anew. Its ``state_dict()`` is saved for
+    each rank, or the loader's if it has one, as torchdata's ``StatefulDataLoader`` does; the run resumes on as many
+    ranks.
 
     Workers of the loader outlive signals that ask ranks to save, see `mmfsdp.patient_workers`.
 

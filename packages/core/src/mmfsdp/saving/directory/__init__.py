@@ -1,1 +1,1 @@
-"""The directory of a run: what is in it, which checkpoints to keep, and which job holds it; on a disk or in a store."""
+"""The directory of a run: its contents, the checkpoints to keep, and the job that holds it; on a disk or in a store."""

@@ -1,4 +1,4 @@
-"""A directory of checkpoints on a disk, and what it has in common with one in a store."""
+"""A directory of checkpoints on a disk, and its common base with a directory in a store."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class RunDirectory:
             try:
                 check_complete(path)
             except PermissionError as error:
-                if not found:  # to go on from an older one would lose what is there
+                if not found:  # resuming from an older one would lose its progress
                     raise error if isinstance(error, CheckpointError) else not_permitted(path, error) from error
                 _log.warning("Skipped the checkpoint %r, which cannot be read: %s", str(path), error)
             except (CheckpointError, OSError) as error:

@@ -98,7 +98,7 @@ class Store:
         return MANIFEST_NAME in names or not names
 
     def remove(self, name: str) -> None:
-        """Remove a file or directory; the manifest goes first, so that what is left when this fails is incomplete."""
+        """Remove a file or directory; the manifest goes first, so that a failure leaves an incomplete checkpoint."""
         if MANIFEST_NAME in (names := self.names(name)):
             self._called(lambda: self._store.rm_file(self._path(f"{name}/{MANIFEST_NAME}")))
         if names or self.read_size(name) is not None:

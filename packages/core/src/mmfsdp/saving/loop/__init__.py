@@ -1,1 +1,1 @@
-"""The checkpoints of a training loop: when to save, what a run is made of, and how a job ends."""
+"""The checkpoints of a training loop: when to save, the state of a run, and how a job ends."""

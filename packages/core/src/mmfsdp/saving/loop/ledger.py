@@ -1,4 +1,4 @@
-"""Records the outcome of a run's saves: which one is under way, what is on disk, what failed and when to try again."""
+"""Records the outcome of a run's saves: the one under way, those on disk, failures, and when to try again."""
 
 from __future__ import annotations
 

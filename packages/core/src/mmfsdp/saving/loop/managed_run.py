@@ -47,7 +47,7 @@ class ManagedRun:
     """The directories on the nodes' own disks."""
 
     def prepare(self, step: int, metric: float | torch.Tensor | None) -> Callable[[], PendingSave]:
-        """Collect what a checkpoint of this step holds; the result, called on all ranks, begins to write it.
+        """Collect the content of this step's checkpoint; the result, called on all ranks, begins to write it.
 
         Raises:
             UnsafePickleError: At the first save: some state holds an object that could not be loaded.

@@ -43,7 +43,7 @@ class CheckpointManager:
         every_minutes: Save once this many minutes have passed since the last save, by the clock of the first rank. The
             ranks agree by a message, so the save comes a step later, or up to a quarter of a second if steps are fast.
         max_to_keep: How many of the newest checkpoints to keep; all if ``None``.
-        keep_period: Also keep those of every n-th step.
+        keep_period: Also keep the checkpoint of every n-th step.
         keep_best: Also keep this many with the best metric, which `step` and `save` take.
         best_mode: ``'min'`` if small metrics are good, ``'max'`` if large ones are.
         kind: ``sharded``, ``local`` or ``full``: see `save_checkpoint`.
@@ -115,7 +115,7 @@ class CheckpointManager:
             exit_code=exit_code,
         )
         sharded = find_sharded_model(model)
-        # Messages of the steps must not mix with those of saves, which may be running.
+        # Messages of the steps must not mix with messages of saves, which may be running.
         scope = new_scope(sharded.mesh)
         listed = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
         named = {f"scheduler {number}": item for number, item in enumerate(listed)}

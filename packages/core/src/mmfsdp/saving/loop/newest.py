@@ -16,8 +16,8 @@ def resume_newest(candidates: Iterable[tuple[str, Callable[[], T]]], tell: Calla
     """Load the newest checkpoint that is not damaged. Collective: every rank.
 
     Args:
-        candidates: The checkpoints, the newest first, the same on every rank: what a message calls it, and what loads
-            it. The next one is asked for only after the one before has turned out to be damaged.
+        candidates: The checkpoints, the newest first, the same on every rank: the name of each in messages, and the
+            function that loads it. The next one is asked for only after the one before has turned out to be damaged.
         tell: Called with a message about each damaged one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Keeps some bytes of every rank in one tensor, of which each rank writes and reads its own row alone."""
+"""Keeps some bytes of every rank in one tensor; each rank writes and reads only its own row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers what a run is made of besides weights and optimizer state, and restores it on the same or other ranks."""
+"""Gathers a run's state besides weights and optimizer, and restores it on the same or other ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunState:
     """What belongs to a run besides its model and optimizer."""
 
     model: nn.Module
-    """The sharded model, whose weights are saved elsewhere; of its buffers only those of the first rank are."""
+    """The sharded model. Its weights and the first rank's buffers are saved elsewhere."""
     scope: Scope
     """The ranks of its mesh."""
     optimizer: Optimizer | None
@@ -248,7 +248,7 @@ def _key(averaged: AveragedModel | nn.Module) -> str:
 
 
 def _class_of(item: Any) -> str:
-    """Return the name of a class, with those of its members: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    """Return the name of a class with its members' names: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
     lists = [value for value in getattr(item, "__dict__", {}).values() if isinstance(value, list | tuple)]
     members = [_class_of(part) for value in lists for part in value if isinstance(part, LRScheduler)]
     return type(item).__qualname__ + (f"({', '.join(members)})" if members else "")

@@ -65,7 +65,7 @@ class LoopSettings:
         return self.fast_every_steps is not None and step % self.fast_every_steps == 0
 
     def have_passed(self, seconds: float) -> bool:
-        """Whether it is time to save again, so many seconds after the last save."""
+        """Whether it is time to save again, ``seconds`` after the last save."""
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
 
 
@@ -73,7 +73,7 @@ class RunWriter(Protocol):
     """Writes the checkpoints of a run. Each method is collective."""
 
     def prepare(self, step: int, metric: float | torch.Tensor | None) -> Callable[[], PendingSave]:
-        """Collect what a checkpoint of this step holds; the result, called on all ranks, begins to write it.
+        """Collect the content of this step's checkpoint; the result, called on all ranks, begins to write it.
 
         What this raises ends training; a ``CheckpointError`` of the result means that the save failed.
         """

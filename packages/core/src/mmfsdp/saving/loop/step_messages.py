@@ -82,7 +82,7 @@ class StepMessages:
 
     def _send(self, own: Notice) -> None:
         pace = 0 if self._took > _SLOW else min(max(int(_OFTEN / max(self._took, 1e-9)), 1), _FEWEST)
-        stop = own.stop * (self._scope.size - self._scope.rank)  # the greatest is that of the first rank
+        stop = own.stop * (self._scope.size - self._scope.rank)  # the first rank has the greatest
         values = torch.tensor([own.due, own.running, stop, -pace], dtype=torch.int64)
         channel = self._scope.channel
         assert isinstance(channel, GlooChannel)

@@ -34,7 +34,7 @@ class Stopping:
     Args:
         grace_seconds: How long the process may live after the first signal; ``None`` leaves signals alone.
         exit_code: Its exit code, also if it has not left by then.
-        kept: Says what is on disk, and what is lost. Called by another thread.
+        kept: Describes the newest save on disk and the work that is lost. Called by another thread.
     """
 
     def __init__(self, grace_seconds: float | None, exit_code: int, kept: Callable[[], str]) -> None:
@@ -142,7 +142,7 @@ class Stopping:
             _log.warning("%s, again: this rank is about to leave. %s", name, self._kept())
 
     def _end(self) -> None:
-        """End the process; the main thread may be anywhere, and hold any lock, that of the log included."""
+        """End the process; the main thread may be anywhere, and hold any lock, even the logger's."""
         text = f"mmfsdp: the step or save did not end within {self._grace:g} s of the signal. {self._kept()}\n"
         os.write(2, text.encode())
         os._exit(self._code)
@@ -153,6 +153,6 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _end_groups() -> None:
-    """End gloo's threads: one that is busy when the interpreter ends makes the exit code that of SIGABRT."""
+    """End gloo's threads: one that is busy when the interpreter ends kills the process with SIGABRT."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -96,7 +96,7 @@ def _opened(copy: NodeFile, directory: Path) -> Iterator[IO[bytes]]:
 def _exchange(
     own: Path, to: int | None, sources: Mapping[int, tuple[int, IO[bytes]]], group: dist.ProcessGroup
 ) -> tuple[dict[int, int], OSError | None]:
-    """Send a file to one rank while receiving those of others. Collective: all who send.
+    """Send a file to one rank while receiving files of others. Collective: all ranks that send.
 
     Args:
         own: This rank's file.
@@ -125,7 +125,7 @@ def _exchange(
                 crcs[source] = crc32(data, crcs[source])
                 try:
                     sources[source][1].write(data)
-                except OSError as error:  # what is still to come must be received, or its sender would wait
+                except OSError as error:  # the rest must be received, or its sender would wait
                     failure = error
             if sending is not None:
                 sending.wait()

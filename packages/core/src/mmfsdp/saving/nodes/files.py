@@ -1,4 +1,4 @@
-"""Files of ranks on the disks of nodes: what is there, who keeps a copy of which, and what must be sent."""
+"""Files of ranks on the disks of nodes: which exist, which nodes keep copies, and which must be sent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scan(directory: Path, *, model: str, run: str | None) -> list[NodeFile]:
     """Return the whole files in a node's directory. Not collective.
 
     Raises:
-        RunDirectoryError: They are those of another run or model.
+        RunDirectoryError: They belong to another run or model.
     """
     found = []
     for description in sorted(directory.glob("rank*/step_*.json")):
@@ -113,10 +113,10 @@ class Newest:
 
 
 def choose(reports: Sequence[Sequence[NodeFile]]) -> Newest | None:
-    """Return the newest step of which the file of every rank that saved it is on some node; ``None`` without one.
+    """Return the newest step that has the file of every rank that saved it on some node; ``None`` without one.
 
     Args:
-        reports: For each present rank, what is on its node.
+        reports: For each present rank, the files on its node.
     """
     saves: dict[tuple[int, str, int], dict[int, list[int]]] = {}
     for rank, files in enumerate(reports):

@@ -27,7 +27,7 @@ _MOST_REPLICAS = 64  # that are looked at for one whose file is on this node
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """Return what the file of a rank says of its tensors: their shapes and placements, and the mesh. Not collective.
+    """Return the shapes and placements of the tensors in a rank's file, and the mesh. Not collective.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -62,7 +62,7 @@ def boxes_of_rank(header: Mapping[str, Any], mesh: DeviceMesh, weights: Mapping[
 
 
 def needed_owners(header: Mapping[str, Any], boxes: Mapping[str, Bounds], near: Collection[int]) -> set[int]:
-    """Return the ranks that saved what is in some boxes. Not collective.
+    """Return the ranks that saved the contents of some boxes. Not collective.
 
     Args:
         header: See `boxes_of_rank`.
@@ -89,7 +89,7 @@ class NodeShards(TensorSource):
 
     Args:
         paths: The file of each of these ranks.
-        own: The rank whose file gives what is not a shard.
+        own: The rank whose file gives everything but shards.
         safe_globals: See `restricted_load`.
 
     Attributes:

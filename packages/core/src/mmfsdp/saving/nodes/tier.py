@@ -145,7 +145,7 @@ class NodeTier:
         Args:
             model: The sharded model, with the weights where they were when it was saved, or elsewhere.
             safe_globals: Classes that the content may hold besides tensors and plain data.
-            rows: The beginning of the names of tensors of which each rank reads its own row, on as many ranks only.
+            rows: Prefix of the names of tensors from which each rank reads only its own row, if as many ranks saved.
             change: Called on each rank with the content; its errors are raised on all.
 
         Returns:
@@ -171,7 +171,7 @@ class NodeTier:
         """Bring to each node the files that its ranks need. Collective.
 
         Returns:
-            The rank whose file gives this one what is not a shard, and all those whose files it needs.
+            The rank whose file gives this rank everything but shards, and all ranks whose files it needs.
         """
         rank, size = self._scope.rank, self._scope.size
         own = rank * found.ranks // size

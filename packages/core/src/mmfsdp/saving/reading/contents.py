@@ -171,7 +171,7 @@ def open_weights(
         scope: The ranks that load.
         verify: See `load_checkpoint`.
         reference: See `open_shared`.
-        rewrite: Returns the layout of the weights, by name, from that of the checkpoint. It is called on the ranks that
+        rewrite: Returns the layout of the weights, by name, from the checkpoint's. It is called on the ranks that
             open the checkpoint.
         change: Called on the first rank with the open checkpoint; every rank receives what it returns.
 

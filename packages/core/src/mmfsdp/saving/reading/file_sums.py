@@ -20,7 +20,7 @@ class FileSums:
     Args:
         known: Entries that are known by now; all of them, unless there is a directory.
         directory: A directory whose manifest has checksums of the blocks of all its files. It stays there: each rank
-            looks up the files that it reads in part, so that what is sent does not grow with their number.
+            looks up the files that it reads in part, so that messages do not grow with their number.
     """
 
     def __init__(self, known: Mapping[Path, FileEntry] | None = None, directory: Path | None = None) -> None:

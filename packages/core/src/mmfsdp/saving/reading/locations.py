@@ -101,7 +101,7 @@ def is_rule(entry: TensorEntry) -> bool:
 
 
 def _may_have_sum(entry: TensorEntry) -> bool:
-    """Tell whether a tensor of one chunk may have a record with a checksum; what is not located yet may."""
+    """Tell whether a tensor of one chunk may have a record with a checksum; a tensor that is not located yet may."""
     return isinstance(entry.stored, Unlocated) or any(
         chunk.record is not None and chunk.record.crc32 is not None for chunk in entry.stored
     )

@@ -14,7 +14,7 @@ _Value = TypeVar("_Value")
 
 
 def names_of_params(state: ShardedModel) -> list[tuple[str, ...]]:
-    """Return each parameter's names, those of tied ones included. Not collective."""
+    """Return each parameter's names; a tied parameter has several. Not collective."""
     return [(param.fqn, *param.aliases) for param in state.plan.all_params()]
 
 

@@ -164,7 +164,7 @@ class Source:
         return [largest_first[rank::count] for rank in range(count)]
 
     def learn(self, wanted: Sequence[Wanted], found: Found) -> None:
-        """Take what the first rank found for this one, and check the records that it asks this rank to check.
+        """Receive this rank's part of the first rank's result, and check the records that the first rank assigns to it.
 
         Raises:
             CorruptCheckpointError: The checksum of a record differs.
@@ -229,7 +229,7 @@ class Source:
         self._files.fill(entry, box, target)
 
     def _open_files_of(self, wanted: Sequence[Wanted]) -> None:
-        """Find boxes in their files: what is missing or of another save is raised before anything is changed."""
+        """Find boxes in their files; raise if one is missing or of another save, before anything is changed."""
         for item in wanted:
             self._told[item].chunks()
         self._files.expect((self._told[item], item[1]) for item in wanted)

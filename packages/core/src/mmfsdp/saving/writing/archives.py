@@ -60,7 +60,7 @@ class Placeholders:
 
         Args:
             local: What this rank holds.
-            shape: The shape to write; that of ``local`` by default.
+            shape: The shape to write; by default the shape of ``local``.
             entry: The tensor to write; ``local`` by default.
         """
         shape = tuple(local.shape if shape is None else shape)

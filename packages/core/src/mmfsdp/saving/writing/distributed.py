@@ -48,7 +48,7 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], mesh: Dev
 
     Raises:
         CheckpointError: The files could not be written; raised on every rank.
-        StateDictError: Ranks hold different sharded tensors, or a DTensor lies in what is stored whole.
+        StateDictError: Ranks hold different sharded tensors, or a DTensor lies in content that is stored whole.
     """
 
     def plan() -> _Own:
@@ -164,7 +164,7 @@ def _named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
     """Return nested content by the flat names that it is stored under.
 
     Raises:
-        StateDictError: A DTensor lies in what is stored whole, or two paths get the same name.
+        StateDictError: A DTensor lies in content that is stored whole, or two paths get the same name.
     """
     found = flatten_nested(content, _KINDS, StateDictError)
     for name, (_, value) in found.items():

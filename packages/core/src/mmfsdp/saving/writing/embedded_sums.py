@@ -1,6 +1,6 @@
 """Checksums of the blocks of a ``.pth`` file, in an entry of the file itself that other readers ignore.
 
-A rank that needs some rows of a tensor can check what it reads without reading all of the tensor.
+A rank that needs some rows of a tensor can check them without reading the whole tensor.
 """
 
 from __future__ import annotations

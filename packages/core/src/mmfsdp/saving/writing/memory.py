@@ -20,7 +20,7 @@ __all__ = ["LiveTensor", "Memory", "bytes_of", "copy_into", "entry_in_memory", "
 
 
 class Memory(RemoteLike):
-    """The packed elements of a tensor in this process's memory; those of a device are copied while they are read.
+    """The packed elements of a tensor in this process's memory; from a device they are copied while they are read.
 
     Args:
         tensor: The tensor. It must not change until it is written.
@@ -83,20 +83,20 @@ class LiveTensor:
 
 
 def live_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    """Return a tensor that ranks hold together, of which formats plan where its bytes go; it can be sent to ranks."""
+    """Return a tensor that ranks hold together; formats plan the offsets of its bytes, and it can be sent to ranks."""
     shape = tuple(tensor.shape)
     chunk = Chunk(cast(Path, LiveTensor(name)), 0, tensor.numel() * tensor.element_size(), (0,) * len(shape), shape)
     return TensorEntry(name, canonical_dtype(tensor.dtype), shape, (chunk,))
 
 
 def entry_in_memory(name: str, tensor: torch.Tensor, shape: Iterable[int], box: Bounds) -> TensorEntry:
-    """Return a tensor of which this process holds a box.
+    """Return a tensor that this process holds a box of.
 
     Args:
         name: Its name.
         tensor: What this process holds.
         shape: Shape of the whole tensor, in elements.
-        box: The box, of the shape of what is held.
+        box: The box, of the shape of the tensor that is held.
     """
     nbytes = tensor.numel() * tensor.element_size()
     chunk = Chunk(cast(Path, Memory(tensor)), 0, nbytes, *box)
@@ -113,7 +113,7 @@ def is_plain(value: Any) -> TypeGuard[torch.Tensor]:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor.
 
-    After ``tensor.numpy()`` its storage could not be resized any more, as FSDP does with that of whole parameters.
+    After ``tensor.numpy()`` its storage could no longer be resized, as FSDP resizes the storage of whole parameters.
     """
     return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 

@@ -66,7 +66,7 @@ class ModelFiles:
         """Decide what to write. Collective: every rank of the scope.
 
         Args:
-            weights: The sharded state dict, without what is not a tensor.
+            weights: The sharded state dict; tensors only.
             kind: The format.
             target: Where the file or folder will appear.
             scope: The ranks that save.
@@ -125,7 +125,7 @@ def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
 def _in_files(
     entries: dict[str, TensorEntry], own: Mapping[str, TensorEntry], model: nn.Module | None
 ) -> dict[str, TensorEntry]:
-    """Return what is written, by the names of files."""
+    """Return the entries to write, by their names in the files."""
     if model is None or (own and all(name in entries for name in own)):
         return entries
     plain = model_on_meta(model)

@@ -76,7 +76,7 @@ def write_file(path: Path, file: PlannedFile) -> FileEntry:
         file: The plan.
 
     Returns:
-        Its size and checksums, those of blocks included.
+        Its size and checksums, including blocks.
 
     Raises:
         OSError: The file cannot be written.
@@ -106,7 +106,7 @@ def write_pieces(
 
     Args:
         path: The file.
-        pieces: The pieces, each with what is held of the live tensors that it is made of.
+        pieces: The pieces, each with the held parts of its live tensors.
         border: Split stretches at every multiple of this many bytes of the file; 0 does not split them.
 
     Returns:
@@ -185,7 +185,7 @@ class _Held:
 
 
 def _flat_runs(runs: Iterable[ByteRun | StridedRun]) -> Iterator[ByteRun]:
-    """Yield runs of consecutive bytes, of which strided ones are made.
+    """Yield the runs of consecutive bytes that make up strided ones.
 
     Raises:
         FormatError: There are more than a million of them.

@@ -22,7 +22,7 @@ from mmfsdp.saving.directory.errors import as_checkpoint_error
 __all__ = ["DirectorySave", "Files", "sees"]
 
 Files = dict[str, FileEntry]
-"""By file name, what the manifest says about each file."""
+"""Each file's entry in the manifest, by file name."""
 
 _LOOK_AGAIN = 10  # times, 0.1 s apart: clients of network file systems cache that a file was missing
 

@@ -1,4 +1,4 @@
-"""Writes files that hold whole tensors from all ranks: each writes what it holds where it belongs in the files.
+"""Writes files that hold whole tensors from all ranks: each rank writes its parts at their offsets in the files.
 
 Where the ranks do not see one file, or it goes to a store, they send what they hold to the first one, which writes it.
 """
@@ -96,7 +96,7 @@ def write_shared(
         scope: The ranks that save; its channel is one of gloo.
         target: What is saved, for messages.
         border: Also take the checksum of every block of this many bytes; 0 takes none.
-        alone: The first rank writes what the others send.
+        alone: The first rank writes the parts that the others send.
 
     Returns:
         On the first rank size and checksums of all files, by name; on others nothing.
@@ -238,7 +238,7 @@ def joined_on_first(own: WrittenParts, scope: Scope, border: int = 0) -> Written
     """Return what all ranks wrote on the first rank, and None on the others. Collective: every rank of the scope.
 
     Every other rank sends one message. Rows that follow each other become one stretch on the way. So each rank receives
-    at most log2(ranks) messages, whose size depends on the number of tensors and not on that of ranks.
+    at most log2(ranks) messages, whose size depends on the number of tensors, not of ranks.
 
     Args:
         own: What this rank wrote.

@@ -27,7 +27,7 @@ class StoreSave(DirectorySave):
 
     @classmethod
     def begin(cls, target: Path, scope: Scope, *, overwrite: bool) -> StoreSave:
-        """Remove what a killed save has left at the target. Collective: every rank of the scope.
+        """Remove the remains of a killed save at the target. Collective: every rank of the scope.
 
         Args:
             target: Where the directory will appear; the same on every rank.

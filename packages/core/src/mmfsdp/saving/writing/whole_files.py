@@ -41,7 +41,7 @@ def with_boxes(content: Mapping[str, Any], scope: Scope, target: Path) -> dict[s
 
     Args:
         content: Nested dicts and lists, with DTensors where tensors are sharded. Not changed.
-        scope: The ranks that save. The first one keeps what is gathered; others get a tensor without memory.
+        scope: The ranks that save. The first one keeps the gathered tensors; others get tensors without memory.
         target: What is saved, for messages.
 
     Raises:
@@ -161,7 +161,7 @@ def _published(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _planned(content: Mapping[str, Any]) -> PlannedFile:
-    """Plan the file. Names that share the memory of a shard, such as tied weights, share that of the file."""
+    """Plan the file. Names that share the memory of a shard, such as tied weights, share bytes of the file."""
     placeholders = Placeholders()
 
     def whole(path: str, leaf: Any) -> Any:
