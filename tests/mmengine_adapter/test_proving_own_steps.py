@@ -20,6 +20,7 @@ from mmfsdp.errors import ConfigError
 from mmfsdp.frontends import RemadeStep, build_model, read_config
 from mmfsdp.parity import Proof
 from mmfsdp_cli.commands.proving import _step
+from mmfsdp_cli.options.choices import BatchChoice
 
 
 @MODELS.register_module(force=True)
@@ -133,7 +134,7 @@ def test_several_optimizers_and_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "config.py"
     path.write_text(path.read_text().replace(*EVALUATES).replace(*pack).replace("pipeline=[dict(type='Pack')]", ""))
     config = read_config(path)
-    step = _step(("unused",), "2", str(path), config.model(), config)
+    step = _step(BatchChoice((), "2", None), str(path), config.model(), config)
     proof = prove(partial(made_model, str(path)), **step.proof_arguments(), steps=1)
     assert proof.proven, str(proof)
     assert proof.evaluated
