@@ -235,6 +235,7 @@ def release(session: nox.Session) -> None:
                 session.error(f"Building the last commit gives another {path.name}. Is something not committed?")
         session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted((work / "again").iterdir())))
         session.run("python", "-m", "tools.release", str(dist), *session.posargs)
+        shutil.rmtree(ROOT / "docs" / "_build", ignore_errors=True)  # Sphinx leaves pages that are gone
         docs(session)
         session.run("python", "-m", "tools.links", "docs/_build/html")
         check_wheels(session, dist, work)
