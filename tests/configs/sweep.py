@@ -11,6 +11,7 @@ root unit, or a rehearsal that ends without saying what to write instead.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import logging
@@ -243,8 +244,10 @@ def stand_in() -> None:
 
     torchvision's CUDA build does not load its operators beside torch's CPU build, and mmcv-lite has none.
     """
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # operator torchvision::nms does not exist
+        for name in ("nms", "qnms"):
             signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{name}", signature)
     compiled = ModuleType("mmcv._ext")

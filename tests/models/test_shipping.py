@@ -200,9 +200,13 @@ def test_models_of_timm_in_transformers(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(logits(loaded, x), model(x), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # mmcv's own
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_models_of_mmpretrain_in_timm(kind: str, tmp_path: Path) -> None:
     mmpretrain = pytest.importorskip("mmpretrain", reason="`nox -s configs` has it, with another transformers")
+    from tests.configs.sweep import stand_in
+
+    stand_in()
     mmpretrain.utils.register_all_modules()
     model = {"vit": timm_vit, "swin": timm_swin}[kind]()
     classifier = randomised(mmpretrain.models.build_classifier({"type": "ImageClassifier", **CLASSIFIERS[kind]}))
