@@ -62,5 +62,5 @@ def check_resumes(folder: Path, family: str, strategy: dict[str, Any], whole: Ou
     resumed = run(folder / "resumed", family, strategy, load_from=str(checkpoint), resume=True, **changes)
     assert resumed.losses == whole.losses[STOP:]
     assert resumed.norms == whole.norms[STOP:]
-    assert resumed.metrics == whole.metrics[1:]
+    assert resumed.metrics == whole.metrics  # the checkpoint is older than the validation at its step
     assert resumed.digest == whole.digest
