@@ -216,5 +216,8 @@ def test_axes_by_name() -> None:
         mmfsdp.plan(nn.Linear(8, 8), mesh={"tensr": 2})
     with pytest.raises(MeshError, match="leave no whole number of ranks for shard in a world of 1"):
         mmfsdp.plan(nn.Linear(8, 8), mesh={"replicate": 2, "shard": -1})
-    with pytest.raises(PlanError, match=r"2 x 4 x 2 ranks .replicate x shard x tensor., but no parameter is divided"):
+    with pytest.raises(
+        PlanError,
+        match=r"2 x 4 x 2 ranks .replicate x shard x tensor; batches over replicate x shard., but no parameter is",
+    ):
         mmfsdp.plan(nn.Linear(8, 8), mesh=sizes)

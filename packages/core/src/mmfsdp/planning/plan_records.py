@@ -93,7 +93,8 @@ class MeshSpec(Record):
     def __str__(self) -> str:
         if self.tensor > 1:
             used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "shard"}
-            return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)})"
+            data = " x ".join(axis for axis in used if axis != "tensor")
+            return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)}; batches over {data})"
         if self.replicate == 1:
             return f"{self.shard} rank{'s' if self.shard != 1 else ''}"
         return f"{self.replicate} x {self.shard} ranks (replicate x shard)"
