@@ -42,6 +42,7 @@ from mmfsdp.runtime.gradients.backward import is_backward
 
 __all__ = ["Recorder"]
 
+_EMBEDDING = torch.ops.aten.embedding.default
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _BUFFERS = ("gathered", "reduce buffer")
 _OF_OPTIMIZER = ("optimizer state", "optimizer temporary", "ema")
@@ -250,6 +251,8 @@ class Recorder(TorchDispatchMode):
             self._note(func, args, kwargs)
             if func.namespace == "c10d":
                 return skipped(func, args)
+        if func is _EMBEDDING and args[1].dtype not in (torch.int64, torch.int32):  # torch 2.9 accepts them on fakes
+            raise RuntimeError(f"An embedding takes 'indices' of Long or Int, got {args[1].dtype}.")
         inputs = tensors_in((args, kwargs))
         self._adopt_constants(inputs)
         result, is_real, recipe = self.values.run(func, args, kwargs, inputs)
