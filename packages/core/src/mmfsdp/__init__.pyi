@@ -25,6 +25,7 @@ from mmfsdp.saving.loop.manager import CheckpointManager as CheckpointManager
 from mmfsdp.saving.reading.load import load_checkpoint as load_checkpoint
 from mmfsdp.saving.reading.pretrained import load_pretrained as load_pretrained
 from mmfsdp.saving.writing.save import save_checkpoint as save_checkpoint
+from mmfsdp.saving.writing.stages import save_stages as save_stages
 from mmfsdp.sharding.apply import apply_plan as apply_plan
 from mmfsdp.sharding.apply import shard as shard
 from mmfsdp.sharding.meta import parameters_on_meta as parameters_on_meta

@@ -26,6 +26,7 @@ from mmfsdp.runtime.gradients.hidden_outputs import HiddenOutputs, ReduceAlways,
 from mmfsdp.runtime.refusals.forward_errors import explain_forward_error
 from mmfsdp.runtime.refusals.frameworks import guard_save_pretrained, refuse_copies, refuse_resizing, watch_wrappers
 from mmfsdp.runtime.refusals.guards import watch_optimizers
+from mmfsdp.runtime.refusals.split_backwards import check_gathered, is_split_backward
 from mmfsdp.runtime.sharded_model import ShardedModel
 from mmfsdp.runtime.stored_codes import refuse_codes
 from mmfsdp.runtime.torch_fsdp2.observing import subscribe
@@ -117,6 +118,10 @@ def _show_shards(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         live, this = me(), root()
         params = original(this, *args, **kwargs)  # type: ignore[arg-type]
+        if live is not None and is_split_backward():
+            check_gathered(live.groups)
+            yield from params
+            return
         # Code inside a forward or backward computes with gathered parameters.
         gathered = live.gathered() if live is not None and live.parameters_are_settled() else {}
         for name, param in params:
@@ -151,16 +156,20 @@ def _watch_mode(module: nn.Module, me: weakref.ref[ShardedModel], root: weakref.
 
 
 def _watch_gradients(state: ShardedModel, me: weakref.ref[ShardedModel]) -> None:
-    """Make each backward that reduces gradients complete them at its end."""
+    """Make each reduction of gradients complete them at its end."""
     trained = [param for param in state.whole_params if param.requires_grad]
     if not state.groups and not trained:
         return
 
     def is_reduced() -> bool:
-        return (live := me()) is not None and not live.unreduced
+        if (live := me()) is None:
+            return False
+        if live.unreduced and live.groups:  # kept by earlier backwards, and reduced now
+            live.unreduced = not live.reduces
+        return not live.unreduced
 
     def begin(_: torch.Tensor) -> None:
-        if (live := me()) is not None and live.agreement is not None and not live.unreduced:
+        if (live := me()) is not None and live.agreement is not None and not live.unreduced and live.reduces:
             live.agreement.begin()
 
     def kept() -> None:

@@ -7,7 +7,8 @@ torch silently accepts several uses that leave weights untrained or let ranks dr
   train copies. Therefore ``parameters()`` of a sharded model always returns the shards. It changes nothing, so one rank
   may call it alone.
 - Parameters gathered in an evaluation stay gathered if the strategy says so, until shards are written or trained.
-- A backward reduces gradients if its forward ran outside of `no_sync`, as with DDP.
+- A backward reduces gradients if its forward ran outside of `no_sync`, as with DDP. Stages of torch's pipelines keep
+  them in all backwards of a step, and reduce them after these, outside of autograd.
 - Gradients that only some ranks have, and gradients of whole parameters, are averaged over all ranks
   (`mmfsdp.runtime.gradients.agreement`).
 
@@ -37,7 +38,7 @@ from mmfsdp.runtime.gradients.agreement import GradientAgreement
 from mmfsdp.runtime.gradients.backward import is_backward
 from mmfsdp.runtime.roles import Roles, check_unseen, roles_of
 from mmfsdp.runtime.torch_fsdp2.gathering import gathered_params
-from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of
+from mmfsdp.runtime.torch_fsdp2.param_groups import Group, groups_of, reduces
 
 __all__ = ["ShardedModel", "find_sharded_model", "live_models"]
 
@@ -80,6 +81,7 @@ class ShardedModel:
     Attributes:
         sync_gradients: Whether gradients of the coming forwards are reduced; `no_sync` sets it to False.
         writes: How often shards were about to be written other than in backward: by steps of the optimizer, or loads.
+        is_stage: Whether its mesh has a dimension for the stages of a pipeline, whose other ranks hold other stages.
         unreduced: Whether the gradients of the last backward were not reduced.
         whole_params: Parameters that every rank holds whole.
         shown: Where whole parameters are shown in place of shards (`mmfsdp.runtime.whole_params`): the ``id`` of the
@@ -103,7 +105,7 @@ class ShardedModel:
         self.plan, self.mesh, self.engine = plan, mesh, engine
         self.sync_gradients = True
         self.writes = 0
-        self.unreduced = self.is_graph_checked = False
+        self.unreduced = self.is_graph_checked = self.is_stage = False
         self.agreement: GradientAgreement | None = None
         self.lost_writes: LostWrites | None = None
         self.copied_settings = CopiedSettings()
@@ -158,6 +160,11 @@ class ShardedModel:
     def groups(self) -> list[Group]:
         """The parameter groups of ``fully_shard``, see `mmfsdp.runtime.torch_fsdp2`; none with engine ``fsdp1``."""
         return [group for reference in self._groups if (group := reference()) is not None]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward that began now would reduce all gradients: torch's pipelines switch that off."""
+        return all(reduces(group) for group in self.groups)
 
     def gathered(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
         """Return parameters registered in place of shards: by ``id``, each with its shard. Not with ``fsdp1``.

@@ -157,7 +157,8 @@ def _carry_out(
     wrap_root: WrapRoot | None,
 ) -> nn.Module:
     check_groups(mesh)
-    mesh = own_part(mesh)
+    given, mesh = mesh, own_part(mesh)
+    is_stage = mesh is not given and mesh.size() < given.size()
     select_device_for_objects()
     scope = scope_of(mesh)
     check_same_versions(scope)
@@ -193,6 +194,7 @@ def _carry_out(
     with Agreement(scope) as agreed:
         sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
     state = _finished(sharded, plan, device_mesh, parts, former)
+    state.is_stage = is_stage
     if state.groups:
         state.lost_writes = LostWrites(sharded, state.groups)
     watch_model_axes(state)

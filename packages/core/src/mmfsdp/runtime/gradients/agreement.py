@@ -1,4 +1,4 @@
-"""Completes gradients that only some ranks have, and averages whole parameters', at the end of a backward.
+"""Completes gradients that only some ranks have, and averages whole parameters', at the end of their reduction.
 
 A rank whose graph lacks a parameter contributes zeros to the sum, as with DistributedDataParallel. If no rank used the
 parameter, its gradient stays None: with zeros, weight decay and momentum would change the parameter. The ranks agree on
@@ -40,16 +40,16 @@ _Placed = list[tuple[int, torch.nn.Parameter]]
 
 
 class GradientAgreement(Subscriber):
-    """Completes the gradients of one sharded model in each backward that reduces them.
+    """Completes the gradients of one sharded model whenever they are reduced.
 
-    Collective in backward: every rank of the mesh.
+    Collective in backward, and where a pipeline reduces after it: every rank of the mesh.
 
     Args:
         mesh: All ranks that train together; gradients are averaged over those that get different batches.
         groups: The parameter groups of ``fully_shard``; none with engine ``fsdp1``, whose flat parameters always have
             gradients.
         whole: Parameters that every rank holds whole; their gradients are averaged here, in one bucket per dtype.
-        is_reduced: Returns whether the current backward reduces the gradients of whole parameters.
+        is_reduced: Called at the end of a reduction; returns whether gradients of whole parameters are reduced.
         kept: Called when a group keeps its gradients instead of reducing them.
     """
 
@@ -73,6 +73,7 @@ class GradientAgreement(Subscriber):
         self._trained_with: set[int] = set()
         self._sequence = 0
         self._backward: int | None = None
+        self._unfinished: set[int] = set()  # groups of a reduction outside of a backward that torch has not finished
         self._unread: deque[tuple[Message, bytes]] = deque()
         self._count = len(whole)
         self._first: dict[int, int] = {}  # by id of a group: the index of its first parameter in the message
@@ -82,8 +83,14 @@ class GradientAgreement(Subscriber):
         subscribe(self, groups)
 
     def begin(self) -> None:
-        """Arrange that the current backward completes its gradients at its end. Call it as often as you like."""
-        if (backward := current_backward()) != self._backward:
+        """Arrange that gradients are completed where their reduction ends. Call it as often as you like.
+
+        That is the end of the current backward. A pipeline keeps the gradients of several backwards, and reduces them
+        outside of all: then it is where torch finishes the last group.
+        """
+        if (backward := current_backward()) is None:
+            self._unfinished = self._unfinished or {*self._first}
+        elif backward != self._backward:
             self._backward = backward
             Variable._execution_engine.queue_callback(self._finish)
 
@@ -127,6 +134,13 @@ class GradientAgreement(Subscriber):
             self._note(first, 1)
             self.begin()
 
+    def finished(self, group: Group) -> None:
+        """Complete the gradients of a reduction outside of a backward with its last group."""
+        if self._unfinished:
+            self._unfinished.discard(id(group))
+            if not self._unfinished:
+                self._finish()
+
     def _remember(self, first: int, shards: list[torch.nn.Parameter], missing: list[int]) -> None:
         known = self._missing.get(first)
         if known is None:  # a gradient of an earlier backward is kept
@@ -140,11 +154,12 @@ class GradientAgreement(Subscriber):
     def _finish(self) -> None:
         missing = [(first + index, shard) for first, found in self._missing.items() for index, shard in found.items()]
         self._missing = {}
+        is_reduced = self._is_reduced()
         if not self._rank_groups:
             for _, shard in missing:
                 shard.grad = None
             return
-        whole = self._live_whole() if self._is_reduced() else []
+        whole = self._live_whole() if is_reduced else []
         lacking = [index for index, param in whole if param.grad is None]
         self.check()
         while len(self._unread) >= _MOST_UNREAD:

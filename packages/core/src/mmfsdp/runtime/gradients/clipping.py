@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,21 @@ _Placed = tuple[DeviceMesh, tuple[int, ...]]
 
 
 @torch.no_grad()
-def global_norm(params: Iterable[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+def global_norm(
+    params: Iterable[torch.Tensor],
+    norm_type: float,
+    foreach: bool | None,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> torch.Tensor:
     """Return the norm of all gradients of the unsharded model. Collective: every rank.
 
-    Each rank computes the norm of its parts of sharded gradients, and one number is reduced per mesh.
+    Each rank computes the norm of its parts of sharded gradients, and one number is reduced per mesh and group.
 
     Args:
         params: Sharded and whole parameters, the same on every rank; those without a gradient count as zero.
         norm_type: The p of the p-norm.
         foreach: See `torch.nn.utils.clip_grad_norm_`.
+        groups: Groups whose ranks hold other parameters of the model, such as the stages of a pipeline.
 
     Returns:
         A 0-d tensor of float32 at least.
@@ -59,7 +65,8 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float, foreach: bool 
     dtype = torch.float64 if torch.float64 in {param.dtype for param in params} else torch.float32
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([_wide(norm).to(device) for norm in norms]), norm_type)
-    return total.to(dtype)
+    meshes = [mesh for mesh, _ in sharded]
+    return _over(total, groups, meshes[0].device_type if meshes else device.type, norm_type).to(dtype)
 
 
 @torch.no_grad()
@@ -149,10 +156,15 @@ def _wide(norm: torch.Tensor) -> torch.Tensor:
 
 def _reduced(norm: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """Return the norm over all ranks that hold other parts."""
-    groups = [group for dim in dims if dist.get_world_size(group := mesh.get_group(dim)) > 1]
+    return _over(norm, [mesh.get_group(dim) for dim in dims], mesh.device_type, norm_type)
+
+
+def _over(norm: torch.Tensor, groups: Iterable[dist.ProcessGroup], device_type: str, norm_type: float) -> torch.Tensor:
+    """Return the norm over all ranks of groups, whose backend reduces on devices of this type."""
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return norm
-    device = norm.device if norm.device.type == mesh.device_type else torch.device(mesh.device_type)
+    device = norm.device if norm.device.type == device_type else torch.device(device_type)
     wide = _wide(norm.to(device))
     if math.isinf(norm_type):
         # Backends disagree on the largest of several numbers if one is NaN.

@@ -70,6 +70,9 @@ class Subscriber:
     def reduced(self, group: Group) -> None:
         """The reduction of the gradients was issued, or gradients were kept."""
 
+    def finished(self, group: Group) -> None:
+        """All gradients were reduced, by a backward or after several, and later work may read the group's."""
+
     def communicating(self, group: Group, role: Role) -> AbstractContextManager[None]:
         """Return a context for the time in which torch issues communication of the group, and copies to and from it."""
         return nullcontext()
@@ -141,6 +144,7 @@ class _Observer:
         self._set("unshard", self._wanted("before_gather"), [], "gather")
         self._set("wait_for_unshard", [], [], "gather")
         self._set("post_backward", self._wanted("before_reduce"), self._wanted("reduced")[::-1], "reduce")
+        self._set("finalize_backward", [], self._wanted("finished")[::-1])
         self._set("_to_unsharded", [], self._wanted("gathered")[::-1])
         self._set("_to_sharded", before_free, [])
         self._set("_to_sharded_post_forward", before_free, [])

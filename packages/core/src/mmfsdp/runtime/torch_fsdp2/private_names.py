@@ -23,6 +23,7 @@ _METHODS = (
     "wait_for_unshard",
     "pre_backward",
     "post_backward",
+    "finalize_backward",
     "_to_unsharded",
     "_to_sharded",
     "_to_sharded_post_forward",

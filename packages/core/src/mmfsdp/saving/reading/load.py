@@ -19,9 +19,10 @@ from mmfsdp.checkpoint.formats.opening import optimizers_beside, weights_beside
 from mmfsdp.checkpoint.layout import Layout, TensorRef
 from mmfsdp.checkpoint.tree import listed
 from mmfsdp.collective.steps import check_same_arguments, on_all_ranks
-from mmfsdp.errors import FormatError, StateDictError
+from mmfsdp.errors import ConfigError, FormatError, StateDictError
 from mmfsdp.runtime.sharded_model import ShardedModel, find_sharded_model
 from mmfsdp.saving.reading.contents import open_shared, read_whole
+from mmfsdp.saving.reading.own_names import part_of
 from mmfsdp.saving.reading.source import Source
 from mmfsdp.state.averaged_model import AVERAGES, AveragedModel, check_averages_of, compare_averages
 from mmfsdp.state.model import load_model_state_dict
@@ -42,6 +43,7 @@ def load_checkpoint(
     verify: bool = True,
     safe_globals: Iterable[Any] = (),
     reference: str | Path | Layout | None = None,
+    part: bool = False,
 ) -> tuple[dict[str, Any], LoadReport]:
     """Load a checkpoint of any kind and world size into a sharded model. Collective: every rank.
 
@@ -61,6 +63,8 @@ def load_checkpoint(
         verify: Compare what is read with the checkpoint's checksums, if it has any. ``False`` saves a little time.
         safe_globals: Classes that the file's pickle may hold besides tensors, plain data and numpy's arrays of numbers.
         reference: See `mmfsdp.checkpoint.open_layout`; by default `reference_of` the model.
+        part: The model is a part of the saved one under its own names, such as a stage of a pipeline: load this part,
+            and leave out weights and optimizer state of the rest.
 
     Returns:
         The rest of the content, with its tensors read whole into CPU memory; and a report of the keys and shapes that
@@ -73,10 +77,13 @@ def load_checkpoint(
         RankMismatchError: Ranks gave different paths or other arguments.
         StateDictError: The checkpoint does not fit the model, its averages or the optimizer; raised on every rank, and
             nothing is changed.
-        ConfigError: ``averaged`` is no `AveragedModel` of the model.
+        ConfigError: ``averaged`` is no `AveragedModel` of the model, or is given with ``part``.
     """
     if averaged is not None:
         check_averages_of(averaged, model)
+        if part:
+            raise ConfigError("part=True loads weights and optimizer state. Leave averaged out.")
+    state = find_sharded_model(model)
     rest, report, source = load_with_rest(
         path,
         model,
@@ -85,7 +92,7 @@ def load_checkpoint(
         verify=verify,
         safe_globals=safe_globals,
         reference=reference,
-        prepare=lambda content: _with_averages(content, averaged, path),
+        prepare=lambda content: part_of(content, state) if part else _with_averages(content, averaged, path),
         has_averages=averaged is not None,
     )
     scope = find_sharded_model(model).scope

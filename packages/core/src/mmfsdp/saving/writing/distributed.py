@@ -27,7 +27,10 @@ from mmfsdp.saving.writing.pieces import write_file
 from mmfsdp.saving.writing.publishing import DirectorySave, Files
 from mmfsdp.saving.writing.replica_shares import written_boxes
 
-__all__ = ["write_distributed"]
+__all__ = ["Named", "named_values", "write_distributed", "write_parts"]
+
+Named = tuple[Keys, Any]
+"""A value of nested content, with the keys that lead to it."""
 
 
 def write_distributed(save: DirectorySave, content: Mapping[str, Any], mesh: DeviceMesh, scope: Scope) -> Files:
@@ -57,6 +60,41 @@ def write_distributed(save: DirectorySave, content: Mapping[str, Any], mesh: Dev
 
     own = on_all_ranks(plan, scope)
     _check_alike(own.divided, scope)
+    return _write(save, own, scope)
+
+
+def write_parts(save: DirectorySave, parts: Mapping[str, Named], scope: Scope) -> Files:
+    """Write as `write_distributed` does what no rank knows of the others. Collective: every rank of the scope.
+
+    Args:
+        save: The save that the files belong to.
+        parts: By flat name, what this rank gives: DTensors on meshes of some ranks, each of which gives its part, and
+            other tensors of which it is the only rank; objects on the first rank of the scope alone.
+        scope: The ranks that save.
+
+    Returns:
+        This rank's files.
+
+    Raises:
+        CheckpointError: The files could not be written; raised on every rank.
+    """
+
+    def plan() -> _Own:
+        own = _Own()
+        with as_checkpoint_error(save.target):
+            for name, (keys, value) in parts.items():
+                own.keys[name] = keys
+                if isinstance(value, torch.Tensor):
+                    held, box = value.to_local() if isinstance(value, DTensor) else value, box_of(value).bounds
+                    own.elsewhere[name] = entry_in_memory(name, held, value.shape, box), box
+                else:
+                    own.objects[name] = plan_live(value)
+        return own
+
+    return _write(save, on_all_ranks(plan, scope), scope)
+
+
+def _write(save: DirectorySave, own: _Own, scope: Scope) -> Files:
     tensors: dict[str, tuple[TensorEntry, Boxes]] = {**own.whole, **own.divided}
     keys = {**own.keys}
     for name, (path, entry, boxes) in _given_out(own, scope).items():
@@ -85,7 +123,7 @@ class _Own:
 
 def _own(content: Mapping[str, Any], save: DirectorySave, mesh: DeviceMesh) -> _Own:
     own = _Own()
-    values = _named_values(content)
+    values = named_values(content)
     written: dict[int, dict[int, int]] = {}  # by number of replicas: the bytes that each replica writes
     shards = {name: value for name, (_, value) in values.items() if isinstance(value, DTensor)}
     for name in sorted(name for name, value in shards.items() if is_part_of(value, mesh)):
@@ -160,7 +198,7 @@ def _given_out(own: _Own, scope: Scope) -> dict[str, tuple[Keys, TensorEntry, Bo
     return found
 
 
-def _named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
+def named_values(content: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
     """Return nested content by the flat names that it is stored under.
 
     Raises:
