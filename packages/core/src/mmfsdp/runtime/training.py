@@ -126,7 +126,9 @@ def _check_stage(state: ShardedModel, groups: Sequence[dist.ProcessGroup], *, is
             "parameters of all stages of this rank and groups=mesh.get_group(...) of the pipeline's dimension; or "
             "groups=() to clip each stage by its own norm."
         )
-    own = set(state.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+    if not groups:
+        return
+    own = {int(rank) for rank in state.mesh.mesh.flatten()} - {dist.get_rank()}
     for group in groups:
         if counted := sorted(own & {*dist.get_process_group_ranks(group)}):
             raise ConfigError(
