@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.distributed.axes.divided_models import MESHES, divide, make_llama, make_mesh, train_alone, train_step
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import mmfsdp
 from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
@@ -193,6 +194,27 @@ def refusals(rank: int) -> None:
         mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("shard", "dp", "tensor")))
     with pytest.raises(PlanError, match="is divided already"):
         mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (1, 4), mesh_dim_names=("shard", "tensor")))
+    with pytest.raises(MeshError, match=r"has no axis 'shard'.*\(2, 1, 2\).*\('replicate', 'shard', 'tensor'\)"):
+        mmfsdp.shard(model, CONFIG, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor")))
+    with torch.device("meta"):
+        divide(empty := make_llama(), mesh)
+    assert mmfsdp.plan(empty, CONFIG, mesh).mesh.axes["tensor"] == 2
+    with pytest.raises(PlanError, match=r"is divided, and on the meta device.*before you divide it"):
+        mmfsdp.shard(empty, CONFIG, mesh)
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard"))
+    assert mmfsdp.data_parallel_size(stages) == 2
+    assert mmfsdp.data_parallel_size(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))) == 4
+
+    experts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8, bias=False)).requires_grad_(False)
+    experts[0].requires_grad_(True)
+    own = torch.full((2, 4), float(rank))
+    foreign = init_device_mesh("cpu", (4,))
+    experts[1].weight = nn.Parameter(DTensor.from_local(own.clone(), foreign, [Shard(0)]), requires_grad=False)
+    with pytest.raises(PlanError, match=r"'1.weight' is divided already.*on a mesh without names \(4\)"):
+        mmfsdp.plan(experts, {}, 4)
+    sharded = mmfsdp.shard(experts, ignored_modules=[experts[1]])
+    assert torch.equal(sharded[1].weight.to_local(), own)  # not overwritten by the first rank's
+    assert find_sharded_model(sharded).plan.param_bytes(rank) > 0
     pipe = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "dp", "tp"))
     divide(model := make_llama(), pipe)
     if not torch_has(KEEPS_ROOT_MESH):

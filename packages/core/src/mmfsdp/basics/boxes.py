@@ -225,6 +225,7 @@ class EvenBoxes:
         return (
             len(self.placements) == ranks
             and all(dim is None or (type(dim) is int and 0 <= dim < dims) for dim in self.placements)
+            and all(type(at) is int for at in self.order)
             and (not self.order or sorted(self.order) == [*range(ranks)])
             and type(self.replica) is int
             and 0 <= self.replica < self.replicas

@@ -32,7 +32,7 @@ def divided_by(tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
     """
     if (module := sys.modules.get("torch.distributed.tensor")) is None or not isinstance(tensor, module.DTensor):
         return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
+    names = tensor.device_mesh.mesh_dim_names or ("unnamed",) * tensor.device_mesh.ndim
     return tuple(
         (axis_of(name) or name, placement.dim)
         for name, placement in zip(names, tensor.placements, strict=True)
@@ -49,8 +49,8 @@ def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
         ignored: ``id`` of parameters that are not sharded, however they are divided.
 
     Raises:
-        PlanError: A tensor is divided along an axis that the mesh has not, is on the meta device, or is placed in a way
-            that ``fully_shard`` cannot divide further; or nothing is divided along an axis of the mesh.
+        PlanError: A tensor is divided along an axis that the mesh has not, or its ranks hold parts of a sum; or nothing
+            is divided along an axis of the mesh.
     """
     used = set()
     for fqn, tensor in divided_tensors(model):

@@ -89,9 +89,7 @@ class PlanData(Record):
         Raises:
             MeshError: The mesh has no such rank.
         """
-        ignored = sum(
-            param.shard_numel(self.mesh, rank, gathered=True) * itemsize(param.dtype) for param in self.ignored_params
-        )
+        ignored = sum(param.shard_nbytes(self.mesh, rank, gathered=True) for param in self.ignored_params)
         return ignored + sum(self.unit_param_bytes(unit, rank) for unit in self.units)
 
     def unit_param_bytes(self, unit: ShardUnit, rank: int = 0) -> int:

@@ -144,7 +144,8 @@ class ParamEntry(Record):
         at, sizes = mesh.coordinates(rank), mesh.axes
         steps = [*self.divided, *([("shard", 0)] if self.shape and not gathered else [])]
         axes, dims = [axis for axis, _ in steps], [dim for _, dim in steps]
-        return sharded_box(self.shape, [sizes[axis] for axis in axes], dims, [at[axis] for axis in axes])
+        # An ignored parameter may be divided along axes of another mesh, whose sizes are not known here.
+        return sharded_box(self.shape, [sizes.get(axis, 1) for axis in axes], dims, [at.get(axis, 0) for axis in axes])
 
     def shard_numel(self, mesh: MeshSpec, rank: int, *, gathered: bool = False) -> int:
         """Return the elements that a rank holds: see `box`."""
@@ -156,9 +157,9 @@ class ParamEntry(Record):
             return math.prod(self.shape[1:], start=held)
         return math.prod(self.box(mesh, rank, gathered=gathered)[1])
 
-    def shard_nbytes(self, mesh: MeshSpec, rank: int) -> int:
+    def shard_nbytes(self, mesh: MeshSpec, rank: int, *, gathered: bool = False) -> int:
         """Return the bytes that a rank holds: see `box`."""
-        return self.shard_numel(mesh, rank) * itemsize(self.dtype)
+        return self.shard_numel(mesh, rank, gathered=gathered) * itemsize(self.dtype)
 
 
 class BufferEntry(Record):

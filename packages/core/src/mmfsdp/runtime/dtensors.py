@@ -59,8 +59,7 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
 
     Args:
         tensor: The tensor.
-        mesh: A mesh with names that has the dimensions of the tensor's own mesh and others, along which the tensor is
-            replicated. Default: the tensor's own mesh.
+        mesh: A mesh that the tensor's own one `is_part_of`: the tensor is replicated along its other dimensions. Default: the tensor's own mesh.
 
     Raises:
         StateDictError: The tensor has a placement other than ``Shard``, ``Replicate`` and the one of a dimension that
@@ -69,7 +68,7 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
     own = tensor.device_mesh
     placements = [None if isinstance(placement, Replicate) else _dim_of(placement) for placement in tensor.placements]
     order = _order_of(tensor.placements, tuple(own.shape))
-    if mesh is None or mesh.mesh_dim_names == own.mesh_dim_names:
+    if mesh is None or mesh.ndim == own.ndim:
         return EvenBoxes(tuple(tensor.shape), tuple(own.shape), tuple(placements), 0, order)
     names = [*(mesh.mesh_dim_names or ())]
     at = [names.index(name) for name in own.mesh_dim_names or ()]
@@ -97,17 +96,14 @@ def is_box(tensor: DTensor) -> bool:
 
 def is_part_of(tensor: DTensor, mesh: DeviceMesh) -> bool:
     """Tell whether the mesh of a tensor is a mesh, or this rank's part of it, so that `boxes_of` can be asked."""
-    own = tensor.device_mesh
-    if own == mesh:
-        return True
-    names, inner = mesh.mesh_dim_names, own.mesh_dim_names
-    if not names or not inner or not {*inner} <= {*names} or own.get_coordinate() is None:
-        return torch.equal(own.mesh.flatten(), mesh.mesh.flatten()) and own.ndim == mesh.ndim
-    here = mesh.get_coordinate()
-    if here is None:
+    own, here = tensor.device_mesh, mesh.get_coordinate()
+    if tuple(own.shape) == tuple(mesh.shape):
+        return torch.equal(own.mesh, mesh.mesh)
+    names, inner = mesh.mesh_dim_names or (), own.mesh_dim_names or ()
+    if here is None or not inner or inner != tuple(name for name in names if name in inner):
         return False
     part = mesh.mesh[tuple(slice(None) if name in inner else at for name, at in zip(names, here, strict=True))]
-    return torch.equal(part.flatten(), own.mesh.flatten())
+    return torch.equal(part, own.mesh)
 
 
 def _dim_of(placement: Placement) -> int:
@@ -146,7 +142,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the part of a model's mesh whose ranks get different batches: `mesh` itself if all do. Not collective."""
     names = mesh.mesh_dim_names or ()
     data = tuple(name for name in names if axis_of(name) not in MODEL_AXES)
-    return mesh if len(data) == len(names) else mesh[data]
+    return mesh if len(names) == 1 or len(data) == len(names) else mesh[data]  # one dimension may have any name
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

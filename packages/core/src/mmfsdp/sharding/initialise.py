@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,8 +16,6 @@ from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.collective.broadcasting import broadcast_along, broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.scopes import rank_in
-from mmfsdp.planning.distributed_params import divided_by
-from mmfsdp.planning.mesh import axis_of
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.calls.unit_parts import modules_by_unit
@@ -95,13 +94,14 @@ class UnitPreparer:
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Broadcast from the first of the ranks that hold the same, one dimension at a time; tied tensors once."""
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            if isinstance(tensor, DTensor):
-                divided = {axis for axis, _ in divided_by(tensor)}
-                names = self._mesh.mesh_dim_names or ()
-                for dim in reversed([at for at, name in enumerate(names) if axis_of(name) not in divided]):
-                    broadcast_along(tensor.to_local(), self._mesh, dim, 0)
-            else:
+            if not isinstance(tensor, DTensor):
                 broadcast_tensor(tensor, self._mesh)
+                continue
+            is_divided = not all(placement.is_replicate() for placement in tensor.placements)
+            apart = set(tensor.device_mesh.mesh.flatten().tolist()) if is_divided else set()
+            for dim in reversed(range(self._mesh.ndim)):
+                if len(apart & {*dist.get_process_group_ranks(self._mesh.get_group(dim))}) <= 1:
+                    broadcast_along(tensor.to_local(), self._mesh, dim, 0)
 
 
 def _give_back_freed_memory() -> None:

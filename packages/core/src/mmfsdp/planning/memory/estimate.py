@@ -184,12 +184,18 @@ def estimate_memory(plan: ShardPlan, optimizer: str | int | None = None, rank: i
                 own, counts = kept.get(param.fqn, (tensors, scalars))
                 state += numel * itemsize(param.dtype) * own + SCALAR_BYTES * counts
     # Ignored parameters are held whole and never offloaded.
-    managed = parameters - sum(param.nbytes for param in plan.ignored_params) + gradients + state
+    managed = (
+        parameters
+        - sum(param.shard_nbytes(plan.mesh, rank, gathered=True) for param in plan.ignored_params)
+        + gradients
+        + state
+    )
     for param in plan.ignored_params:
         if param.requires_grad:
-            gradients += param.nbytes
+            held = param.shard_nbytes(plan.mesh, rank, gathered=True)
+            gradients += held
             own, counts = kept.get(param.fqn, (tensors, scalars))
-            state += param.nbytes * own + SCALAR_BYTES * counts
+            state += held * own + SCALAR_BYTES * counts
     return MemoryEstimate(
         rank=rank,
         parameters=parameters,

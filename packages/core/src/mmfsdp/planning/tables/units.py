@@ -283,7 +283,7 @@ def _optimizer_cells(
     buckets: int,
 ) -> list[str]:
     own = [params[fqn] for fqn in group.fqns]
-    held = sum(param.nbytes if param.fqn in whole else param.shard_nbytes(plan.mesh, 0) for param in own)
+    held = sum(param.shard_nbytes(plan.mesh, 0, gathered=param.fqn in whole) for param in own)
     numel = sum(param.numel for param in own)
     cells = [group.optimizer, str(len(own)), f"{numel:,}"]
     if group.optimizer == "adamw":

@@ -64,8 +64,9 @@ class GradientAgreement(Subscriber):
         kept: Callable[[], None],
     ) -> None:
         self._rank_groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
-        self._averaging = [group for group in data_mesh(mesh).get_all_groups() if dist.get_world_size(group) > 1]
-        self._data_size = data_mesh(mesh).size()
+        data = data_mesh(mesh)
+        self._averaging = [group for group in data.get_all_groups() if dist.get_world_size(group) > 1]
+        self._data_size = data.size()
         self._device = torch.device(mesh.device_type)
         self._whole = [weakref.ref(param) for param in whole]
         self._is_reduced, self._kept = is_reduced, kept

@@ -25,6 +25,7 @@ from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.collective.steps import all_equal, any_of, gather_objects, on_all_ranks
 from mmfsdp.errors import PlanError, RankMismatchError
+from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.dtensors import data_mesh
@@ -75,7 +76,7 @@ def watch_model_axes(state: ShardedModel) -> None:
 
 
 def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
-    """Check that the gradients of ignored DTensors can be averaged over the ranks that get different batches.
+    """Check that DTensors have values, and that gradients of ignored ones can be averaged over the ranks of data.
 
     Not collective.
 
@@ -85,8 +86,16 @@ def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         mesh: The mesh that it will be sharded over.
 
     Raises:
-        PlanError: A trained one is divided over some of these ranks, as experts are.
+        PlanError: One is on the meta device; or a trained one that is ignored is divided over ranks that get different
+            batches, as experts are.
     """
+    for fqn, tensor in divided_tensors(model):
+        if tensor.is_meta:
+            raise PlanError(
+                f"{fqn!r} is divided, and on the meta device, where each rank would draw its part by itself. Give the "
+                "model its values before you divide it, the same on every rank.",
+                fqn=fqn,
+            )
     data = {rank for group in data_mesh(mesh).get_all_groups() for rank in dist.get_process_group_ranks(group)}
     for entry in plan.ignored_params:
         param = model.get_parameter(entry.fqn)

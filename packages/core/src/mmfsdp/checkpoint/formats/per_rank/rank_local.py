@@ -170,7 +170,7 @@ def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
     rules = {}
     for name, said in first.header["tensors"].items():
         placements, order = said.get("placements"), said.get("order", [])
-        if not isinstance(placements, list) or len(placements) != len(mesh) or not isinstance(order, list):
+        if not isinstance(placements, list) or not isinstance(order, list):
             return None
         rules[name] = EvenBoxes(first.boxes[name][0], mesh, tuple(placements), said.get("replica"), tuple(order))
         if not rules[name].is_valid:
