@@ -59,7 +59,8 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
 
     Args:
         tensor: The tensor.
-        mesh: A mesh that the tensor's own one `is_part_of`: the tensor is replicated along its other dimensions. Default: the tensor's own mesh.
+        mesh: A mesh of which `is_part_of` is true for the tensor; it replicates the tensor along its other dimensions.
+            Default: the tensor's own mesh.
 
     Raises:
         StateDictError: The tensor has a placement other than ``Shard``, ``Replicate`` and the one of a dimension that
