@@ -255,7 +255,7 @@ def _needs(commands: Mapping[str, click.Command]) -> str:
         rows.append(f"| {what} | {', '.join(whole)} | {'; '.join(given)} |")
     return f"""## What needs torch or numpy
 
-Everything else needs neither. `doctor` and all that reads MMEngine configs need `mmfsdp-mmengine`, too.
+No other command needs either. `doctor`, and any command given an MMEngine config, also needs `mmfsdp-mmengine`.
 [Install](../howto/install.md) names the packages.
 
 | needs | commands | options |

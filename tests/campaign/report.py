@@ -2,7 +2,7 @@
 
 python -m tests.campaign.report work_dirs/campaign/results.jsonl > docs/appendix/faults.md
 
-docs/explanation/faults.md, which a person writes, has the second table and the figures, too.
+docs/explanation/faults.md is written by hand, and repeats the second table and the figures.
 """
 
 from __future__ import annotations

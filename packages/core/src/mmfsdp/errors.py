@@ -156,7 +156,7 @@ class CheckpointError(MmfsdpError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the given path."""
+    """The given path holds no checkpoint."""
 
 
 class CheckpointPermissionError(CheckpointError, PermissionError):

@@ -79,8 +79,8 @@ def fit_command(
 ) -> None:
     """Print the fastest settings that fit into a device's memory. Needs torch.
 
-    Settings that --config and --set give stay as they are. The samples of a step, those of all its micro-batches, are
-    divided into other micro-batches, too.
+    Settings that --config and --set give stay as they are. The search also tries other micro-batches; a step keeps its
+    number of samples.
 
     Exit codes: 0 done; 2 nothing fits, the model, the batch or a setting is wrong, or torch is missing.
     """

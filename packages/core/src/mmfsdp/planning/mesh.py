@@ -100,7 +100,7 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
 
 
 def axis_of(name: str) -> str | None:
-    """Return the axis that a dimension of a mesh is by its name, or None if it is none of `AXES`."""
+    """Return the axis that the name of a mesh dimension stands for, or None if it names none of `AXES`."""
     return _SPELLINGS.get(name)
 
 
@@ -225,7 +225,7 @@ def _shape(mesh: Any) -> tuple[int, ...]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check that a mesh has no dimension for model parallelism that is none of `AXES`; a single dimension may be one.
+    """Check that each dimension for model parallelism is one of `AXES`. A mesh of one dimension may have any name.
 
     Args:
         names: The names of the dimensions; none for a mesh without names.

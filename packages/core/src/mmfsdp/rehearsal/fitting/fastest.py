@@ -73,8 +73,8 @@ def fit(
 
     Args:
         model: The model, on any device; ``meta`` is enough.
-        batch: What one rank gets in a micro-batch, as for `rehearse`: with ``accumulate``, its samples in a step, which
-            the search divides into other micro-batches, too.
+        batch: What one rank gets in a micro-batch, as for `rehearse`. Times ``accumulate``, the rank's samples in a
+            step, which the search also divides into other micro-batches.
         memory: Memory of the device, as text such as ``'80GiB'`` or in bytes. Default: the memory of ``device``.
         margin: Share of the memory to leave free, from 0 up to 1, for the error of a forecast.
             Default: 0.03.

@@ -21,7 +21,7 @@ def resume_newest(candidates: Iterable[tuple[str, Callable[[], T]]], tell: Calla
         tell: Called with a message about each damaged one.
 
     Returns:
-        The result of loading, or None if there is no checkpoint or all of them are damaged.
+        The result of loading, or None if the run has no checkpoint that is whole.
     """
     for name, load in candidates:
         try:
