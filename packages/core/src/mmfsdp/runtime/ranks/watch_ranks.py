@@ -5,7 +5,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import sys
+import re
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -155,11 +156,25 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         progress, step, doing = self._points.progress, self._points.step, self._points.doing
         if progress != self._moved[0]:
             self._moved = progress, monotonic()
-        frame = sys._current_frames().get(self._main)
-        stack = traceback.extract_stack(frame, limit=40) if frame is not None else traceback.StackSummary()
+        stack = _stack_of(self._main)
         busy = any(part in line.filename for line in stack for part in _SLOW_PARTS)
         long = monotonic() - self._moved[1] > self._limit / 2
         return Whereabouts(host_of(), progress, step, doing, busy, "".join(stack.format())[-8000:] if long else "")
+
+
+def _stack_of(thread: int) -> traceback.StackSummary:
+    """Return the last 40 calls of a thread that goes on running.
+
+    Its frames cannot be walked from Python: between two steps the thread runs, and frees what the next step reads.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        dump = file.read().decode("ascii", "replace")
+    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?: .*\n)*)", dump)
+    calls = re.findall(r'File "(.*)", line (\d+) in (.*)', found[1] if found else "")
+    lasting = [(file, int(line), name, None) for file, line, name in reversed(calls[:40])]
+    return traceback.StackSummary.from_list(lasting)
 
 
 class _Points(Subscriber):
