@@ -21,6 +21,7 @@ __all__ = [
     "Placements",
     "Ranks",
     "boxes_meeting",
+    "division_order",
     "is_within",
     "meet",
     "rows_per_rank",
@@ -65,6 +66,32 @@ def sharded_box(
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
     return tuple(offsets), tuple(sizes)
+
+
+def division_order(placements: Placements, factors: Sequence[Any], mesh: Sequence[int]) -> tuple[int, ...]:
+    """Return the mesh dimensions in the order in which they divide a DTensor; empty if from the first to the last.
+
+    A dimension with a split factor of ``n`` divides what later mesh dimensions have divided into ``n`` parts, as
+    ``fully_shard`` does after tensor parallelism (``_StridedShard`` in torch/distributed/tensor/placement_types.py).
+
+    Args:
+        placements: The tensor dimension that each mesh dimension shards, or None if it replicates.
+        factors: The split factor of each mesh dimension; 1 of those that have none.
+        mesh: Number of ranks per mesh dimension.
+
+    Raises:
+        ValueError: No later mesh dimensions make as many parts as a split factor says.
+    """
+    order: list[int] = []
+    for at in reversed(range(len(mesh))):
+        parts, index = 1, 0
+        while parts != factors[at] and index < len(order):
+            parts *= mesh[order[index]] if placements[order[index]] == placements[at] else 1
+            index += 1
+        if parts != factors[at]:
+            raise ValueError(f"split factor {factors[at]!r}, and no later dimensions of its mesh have that many ranks")
+        order.insert(index, at)
+    return () if order == sorted(order) else tuple(order)
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:

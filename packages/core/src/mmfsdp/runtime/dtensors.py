@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # read here only: what fully_shard makes of `tensor`
 
-from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, division_order
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.errors import StateDictError
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 
@@ -46,12 +47,11 @@ def box_of(tensor: torch.Tensor) -> Box:
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    boxes, coordinates = boxes_of(tensor), tensor.device_mesh.get_coordinate()
-    if coordinates is None:
+    if tensor.device_mesh.get_coordinate() is None:
         raise StateDictError(
             f"This rank is not in the mesh of a tensor of shape {tuple(tensor.shape)}: {tensor.device_mesh}."
         )
-    return Box(*sharded_box(boxes.shape, boxes.mesh, boxes.placements, coordinates, boxes.order))
+    return Box(*boxes_of(tensor).held_by(rank_in(tensor.device_mesh)))
 
 
 def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
@@ -68,7 +68,7 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
     """
     own = tensor.device_mesh
     placements = [None if isinstance(placement, Replicate) else _dim_of(placement) for placement in tensor.placements]
-    order = _order_of(tensor.placements, tuple(own.shape))
+    order = _order_of(tensor, placements)
     if mesh is None or mesh.ndim == own.ndim:
         return EvenBoxes(tuple(tensor.shape), tuple(own.shape), tuple(placements), 0, order)
     names = [*(mesh.mesh_dim_names or ())]
@@ -77,13 +77,9 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
     for index, dim in zip(at, placements, strict=True):
         lifted[index] = dim
     rest = [index for index in range(mesh.ndim) if index not in at]
-    return EvenBoxes(
-        tuple(tensor.shape),
-        tuple(mesh.shape),
-        tuple(lifted),
-        0,
-        _shortest([*rest, *(at[index] for index in order or range(own.ndim))]),
-    )
+    # Where the tensor's own mesh has an order, other dimensions come first: they replicate.
+    lifted_order = (*rest, *(at[index] for index in order)) if order else ()
+    return EvenBoxes(tuple(tensor.shape), tuple(mesh.shape), tuple(lifted), 0, lifted_order)
 
 
 def is_box(tensor: DTensor) -> bool:
@@ -113,30 +109,15 @@ def _dim_of(placement: Placement) -> int:
     raise StateDictError(f"A rank holds no box of a tensor placed as {placement}; use Shard or Replicate.")
 
 
-def _order_of(placements: Sequence[Placement], mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order in which the dimensions of a mesh divide; empty if it is their own.
-
-    ``_StridedShard(dim, split_factor=n)`` divides after those of the following mesh dimensions that make ``n`` parts of
-    the same tensor dimension together (torch/distributed/tensor/placement_types.py).
-    """
-    order: list[int] = []
-    for at in reversed(range(len(placements))):
-        placement, parts, index = placements[at], 1, 0
-        if type(placement) is _StridedShard:
-            while parts != placement.split_factor and index < len(order):
-                known = placements[order[index]]
-                parts *= mesh[order[index]] if not isinstance(known, Replicate) and known.dim == placement.dim else 1  # type: ignore[attr-defined]
-                index += 1
-            if parts != placement.split_factor:
-                raise StateDictError(
-                    f"A tensor placed as {tuple(placements)} on a mesh of {mesh} is divided in an unknown order."
-                )
-        order.insert(index, at)
-    return _shortest(order)
-
-
-def _shortest(order: Sequence[int]) -> tuple[int, ...]:
-    return () if [*order] == sorted(order) else tuple(order)
+def _order_of(tensor: DTensor, placements: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the order in which the dimensions of a tensor's mesh divide it: see `division_order`."""
+    factors = [placement.split_factor if type(placement) is _StridedShard else 1 for placement in tensor.placements]
+    try:
+        return division_order(placements, factors, tuple(tensor.device_mesh.shape))
+    except ValueError as error:
+        raise StateDictError(
+            f"A rank holds no box of a tensor placed as {tensor.placements}: it has {error}."
+        ) from None
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmfsdp.basics.boxes import Bounds, EvenBoxes, meet, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, meet
 from mmfsdp.basics.dtypes import canonical_dtype
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import read_tree
 from mmfsdp.checkpoint.tree import leaves, map_leaves
+from mmfsdp.collective.scopes import rank_in
 from mmfsdp.errors import CorruptCheckpointError
 from mmfsdp.runtime.dtensors import box_of
 from mmfsdp.saving.reading.content import restricted_load
@@ -50,10 +51,7 @@ def boxes_of_rank(header: Mapping[str, Any], mesh: DeviceMesh, weights: Mapping[
     shapes = {path: tuple(said["shape"]) for path, said in header["tensors"].items()}
     if len(header["mesh"]) == mesh.ndim:
         found = {
-            path: sharded_box(
-                shapes[path], mesh.shape, said["placements"], mesh.get_coordinate() or (), said.get("order", ())
-            )
-            for path, said in header["tensors"].items()
+            path: _rule(said, tuple(mesh.shape)).held_by(rank_in(mesh)) for path, said in header["tensors"].items()
         }
         own = {f"state_dict/{name}": box_of(leaf).bounds for name, leaf in weights.items() if isinstance(leaf, DTensor)}
         if all(found.get(path, box) == box for path, box in own.items()):
@@ -72,16 +70,16 @@ def needed_owners(header: Mapping[str, Any], boxes: Mapping[str, Bounds], near: 
     found: set[int] = set()
     mesh = tuple(header["mesh"])
     for path, box in boxes.items():
-        said = header["tensors"][path]
-        replicas = math.prod(size for size, dim in zip(mesh, said["placements"], strict=True) if dim is None)
-        rules = (
-            EvenBoxes(tuple(said["shape"]), mesh, tuple(said["placements"]), replica, tuple(said.get("order", ())))
-            for replica in range(min(replicas, _MOST_REPLICAS))
-        )
+        rule = _rule(header["tensors"][path], mesh)
+        rules = (replace(rule, replica=replica) for replica in range(min(rule.replicas, _MOST_REPLICAS)))
         for owners in zip(*(rule.meeting(box).values() for rule in rules), strict=True):
             if found.isdisjoint(owners):
                 found.add(next((owner for owner in owners if owner in near), owners[0]))
     return found
+
+
+def _rule(said: Mapping[str, Any], mesh: tuple[int, ...]) -> EvenBoxes:
+    return EvenBoxes(tuple(said["shape"]), mesh, tuple(said["placements"]), 0, tuple(said.get("order", ())))
 
 
 class NodeShards(TensorSource):

@@ -62,7 +62,7 @@ class NodeTier:
 
     def __init__(self, directory: Path, model: nn.Module, scope: Scope, *, run: str | None) -> None:
         state = find_sharded_model(model)
-        self._directory, self._state, self._mesh, self._scope = directory, state, state.mesh, scope
+        self._directory, self._state, self._scope = directory, state, scope
         self._model = identity_of((param.fqn, param.shape) for param in state.plan.all_params())
         self._run = run
         self._leases: list[Lease] = []
@@ -101,9 +101,9 @@ class NodeTier:
         Raises:
             CheckpointError: The save before failed, or the content cannot be copied.
         """
-        settle_saves(self._mesh)
+        settle_saves(self._state.mesh)
         check_equal(self._state)
-        saver = saver_of(self._mesh)
+        saver = saver_of(self._state.mesh)
         kept = own_copy(dict(content), saver, self._directory)
         save_id = shared(lambda: secrets.token_hex(8) if self._scope.is_first else None, saver.scope)
         return saver.start(lambda: self._write(step, save_id, kept, saver.scope, saver.group), self._directory)
@@ -191,13 +191,13 @@ class NodeTier:
             for owner, ranks in found.holders.items()
             if any(self._nodes[other] == self._nodes[rank] for other in ranks)
         }
-        boxes = boxes_of_rank(header, self._mesh, model_state_dict(model, "sharded"))
+        boxes = boxes_of_rank(header, self._state.mesh, model_state_dict(model, "sharded"))
         if found.ranks != size:
             boxes = {path: box for path, box in boxes.items() if not path.startswith(rows)}
         needs = {own, *needed_owners(header, boxes, near)}
         all_needs = gather_to_first(self._scope, needs)
         plan = shared(lambda: None if all_needs is None else plan_transfers(found, all_needs, self._nodes), self._scope)
-        saver = saver_of(self._mesh)
+        saver = saver_of(self._state.mesh)
 
         def send() -> None:
             with as_checkpoint_error(self._directory):
@@ -242,7 +242,7 @@ class NodeTier:
                 path = path_of(self._directory, rank, step)
                 path.parent.mkdir(parents=True, exist_ok=True)  # it may have been lost since the run began
                 with atomic_output(path, overwrite=True) as temporary:
-                    entry = write_own_part(temporary, content, self._mesh, save_id, rank)
+                    entry = write_own_part(temporary, content, self._state.mesh, save_id, rank)
                 assert entry.crc32 is not None
                 return NodeFile(owner=rank, size=entry.size, crc32=entry.crc32, **common)  # type: ignore[arg-type]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmfsdp.basics.boxes import Bounds, EvenBoxes, sharded_box
+from mmfsdp.basics.boxes import Bounds, EvenBoxes, division_order
 from mmfsdp.checkpoint.chunks import row_major_strides
 from mmfsdp.checkpoint.formats.torch_files.torch_zip import PickledDTensor
 from mmfsdp.checkpoint.pickles.unpickling import PickledObject, fields, integers
@@ -72,14 +72,7 @@ def shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
 def boxes_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> tuple[EvenBoxes, tuple[int, ...]]:
     """Return the boxes of a tensor that `shard_of` has accepted, and the ranks that the boxes refer to by index."""
     sizes, _, ranks = meshes[tensor.spec["mesh"]]
-    divide = _order(tensor.spec, len(tensor.shape), sizes, tensor.local.record.file)
-    replicate = [dim for dim in range(len(sizes)) if dim not in dict(divide)]
-    dims = [*replicate, *(dim for dim, _ in divide)]  # so that the first divides first
-    placements = (*(None for _ in replicate), *(of for _, of in divide))
-    strides = row_major_strides(sizes)
-    offsets = itertools.product(*([coordinate * strides[dim] for coordinate in range(sizes[dim])] for dim in dims))
-    boxes = EvenBoxes(tensor.shape, tuple(sizes[dim] for dim in dims), placements, 0)
-    return boxes, tuple(ranks[sum(offset)] for offset in offsets)
+    return _even_boxes(tensor, sizes), ranks
 
 
 def _shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
@@ -87,13 +80,8 @@ def _shard_of(tensor: PickledDTensor, meshes: dict[Any, Mesh]) -> HeldShard:
     if (mesh := meshes.get(spec["mesh"])) is None:
         mesh = meshes[spec["mesh"]] = _mesh_of(fields(spec["mesh"]))
     sizes, coordinates, ranks = mesh
-    order = _order(spec, len(tensor.shape), sizes, tensor.local.record.file)
-    dims = [dim for dim, _ in order]
-    box = sharded_box(
-        tensor.shape, [sizes[dim] for dim in dims], [of for _, of in order], [coordinates[dim] for dim in dims]
-    )
     at = sum(coordinate * stride for coordinate, stride in zip(coordinates, row_major_strides(sizes), strict=True))
-    return HeldShard(box, ranks, ranks[at])
+    return HeldShard(_even_boxes(tensor, sizes).held_by(at), ranks, ranks[at])
 
 
 def _mesh_of(mesh: dict[str, Any]) -> Mesh:
@@ -158,57 +146,45 @@ def _ranks(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _order(spec: Mapping[str, Any], dims: int, sizes: tuple[int, ...], path: Path) -> list[tuple[int, int]]:
-    """Return the mesh dimensions that divide the tensor, each with the tensor dimension, in the order in which they do.
-
-    The first mesh dimension divides first. A ``_StridedShard`` with a split factor of ``s`` divides what later mesh
-    dimensions of ``s`` ranks have divided. This is how FSDP shards the rows that tensor parallelism has left.
-    """
-    order: list[tuple[int, int]] = []
+def _even_boxes(tensor: PickledDTensor, sizes: tuple[int, ...]) -> EvenBoxes:
+    """Return the boxes of a tensor that the ranks of its mesh hold."""
+    path, dims = tensor.local.record.file, len(tensor.shape)
+    placements: list[int | None] = []
+    factors: list[Any] = []
     strided = False
-    for mesh_dim in reversed(range(len(sizes))):
-        placement = spec["placements"][mesh_dim]
+    for mesh_dim in range(len(sizes)):
+        placement = tensor.spec["placements"][mesh_dim]
         kind = placement.qualname if isinstance(placement, PickledObject) else ""
-        if kind == "Replicate":
-            continue
-        if kind not in ("Shard", "_StridedShard"):
+        if kind not in ("Replicate", "Shard", "_StridedShard"):
             raise FormatError(
                 f"{path.name} holds a DTensor placed as {kind or repr(placement)}, such as sums that the ranks have "
                 "still to add up. Save its full_tensor() instead.",
                 file=str(path),
             )
-        given = fields(placement)
-        [of] = integers((given["dim"],))
-        factor = given["split_factor"] if kind == "_StridedShard" else 1
-        if of >= dims:
+        given = fields(placement) if kind != "Replicate" else {}
+        [of] = integers((given["dim"],)) if given else [None]
+        if of is not None and of >= dims:
             raise ValueError(f"dimension {of} of a tensor of {dims} dimensions is sharded")
+        placements.append(of)
+        factors.append(given["split_factor"] if kind == "_StridedShard" else 1)
         strided |= kind == "_StridedShard"
-        order.insert(_position(order, of, factor, sizes, path), (mesh_dim, of))
+    try:
+        order = division_order(placements, factors, sizes)
+    except ValueError as error:
+        raise FormatError(
+            f"{path.name} holds a DTensor with a _StridedShard of {error}. Save its full_tensor() instead.",
+            file=str(path),
+        ) from None
     if not strided:
-        _check_order(spec.get("shard_order"), order, path)
-    return order
+        _check_order(tensor.spec.get("shard_order"), placements, path)
+    return EvenBoxes(tensor.shape, sizes, tuple(placements), 0, order)
 
 
-def _position(order: list[tuple[int, int]], of: int, factor: Any, sizes: tuple[int, ...], path: Path) -> int:
-    """Return a mesh dimension's position in the order: after those that divide the same dimension by ``factor``."""
-    ranks = 1
-    for position in range(len(order) + 1):
-        if ranks == factor:
-            return position
-        if position < len(order) and order[position][1] == of:
-            ranks *= sizes[order[position][0]]
-    raise FormatError(
-        f"{path.name} holds a DTensor with a _StridedShard of split factor {factor!r}, and no later dimensions of its "
-        "mesh have that many ranks. Save its full_tensor() instead.",
-        file=str(path),
-    )
-
-
-def _check_order(given: Any, order: list[tuple[int, int]], path: Path) -> None:
-    """Raise unless newer releases state the order of the mesh's dimensions."""
+def _check_order(given: Any, placements: Sequence[int | None], path: Path) -> None:
+    """Raise if a newer release states another order than from the first dimension of the mesh to the last."""
     for entry in given or ():
         of, dims = entry.args if isinstance(entry, PickledObject) else entry
-        if [mesh_dim for mesh_dim, other in order if other == of] != [*dims]:
+        if [mesh_dim for mesh_dim, other in enumerate(placements) if other == of] != [*dims]:
             raise FormatError(
                 f"{path.name} holds a DTensor whose dimension {of} the dimensions {list(dims)} of its mesh divide in "
                 "this order, which is not supported yet. Save its full_tensor() instead.",
