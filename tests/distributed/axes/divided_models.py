@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mmfsdp
 
-__all__ = ["MESHES", "batch_of", "divide", "make_llama", "make_mesh", "train_alone", "train_step"]
+__all__ = ["MESHES", "batch_of", "divide", "make_llama", "make_mesh", "make_model", "train_alone", "train_step"]
 
 MESHES = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -42,29 +42,64 @@ def make_llama(*, tied: bool = False) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def make_neox() -> nn.Module:
+    """Return a small GPT-NeoX: one matrix for queries, keys and values, head after head, and blocks side by side."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(1)
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_parallel_residual=True,
+        use_cache=False,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def make_model(kind: str) -> nn.Module:
+    """Return a model, the same in every process: ``'llama'``, ``'tied'``, which is one, or ``'neox'``."""
+    return make_neox() if kind == "neox" else make_llama(tied=kind == "tied")
+
+
 def make_mesh(sizes: dict[str, int]) -> DeviceMesh:
     """Return a mesh with these axes."""
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def divide(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a Llama by torch's styles, and tie it again if it was: torch unties in silence."""
+_STYLES: dict[str, dict[str, Any]] = {
+    "model": {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        **dict.fromkeys((f"layers.*.self_attn.{part}_proj" for part in "qkv"), ColwiseParallel()),
+        "layers.*.self_attn.o_proj": RowwiseParallel(),
+        **dict.fromkeys((f"layers.*.mlp.{part}_proj" for part in ("gate", "up")), ColwiseParallel()),
+        "layers.*.mlp.down_proj": RowwiseParallel(),
+    },
+    "gpt_neox": {
+        "embed_in": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "layers.*.attention.query_key_value": ColwiseParallel(),
+        "layers.*.attention.dense": RowwiseParallel(),
+        "layers.*.mlp.dense_h_to_4h": ColwiseParallel(),
+        "layers.*.mlp.dense_4h_to_h": RowwiseParallel(),
+    },
+}
+"""torch's styles of the modules of each model, by the name of the module that holds them all."""
+
+
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Divide a model by torch's styles, and tie it again if it was: torch unties in silence."""
     axis = next((name for name in mesh.mesh_dim_names or () if name in ("tensor", "tp")), None)
     if axis is None:
         return
-    base: Any = model.model  # type: ignore[union-attr]
-    tied = model.lm_head.weight is base.embed_tokens.weight  # type: ignore[union-attr]
-    styles: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        styles[f"model.layers.*.{part}"] = ColwiseParallel()
-    for part in ("self_attn.o_proj", "mlp.down_proj"):
-        styles[f"model.layers.*.{part}"] = RowwiseParallel()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    base = model.base_model_prefix
+    styles = {f"{base}.{name}": style for name, style in _STYLES[base].items()}
+    styles["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh[axis], styles, src_data_rank=None)
     if tied:
-        model.lm_head.weight = base.embed_tokens.weight  # type: ignore[union-attr]
+        model.lm_head.weight = model.get_input_embeddings().weight
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -109,9 +144,11 @@ def train_step(
     return float(value), float(norm)
 
 
-def train_alone(steps: int, *, tied: bool = False) -> tuple[list[tuple[float, float]], nn.Module, dict[str, Any]]:
+def train_alone(
+    steps: int, kind: str = "llama"
+) -> tuple[list[tuple[float, float]], nn.Module, dict[str, torch.Tensor]]:
     """Train in one process: losses and norms, the model, and the gradients of the first step by name."""
-    model = make_llama(tied=tied)
+    model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = batch_of(0)
     model(input_ids=tokens, labels=tokens).loss.backward()
