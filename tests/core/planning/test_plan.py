@@ -762,6 +762,8 @@ class TestMesh:
             ((2, 4), "HYBRID_SHARD", (2, 4)),
             ((2, 4), {"strategy": "_HYBRID_SHARD_ZERO2", "shard_size": 4}, (2, 4)),
             (MeshSpec(replicate=2, shard=4), "HYBRID_SHARD", (2, 4)),
+            (MeshSpec(replicate=2, shard=4), "SHARD_GRAD_OP", (2, 4)),
+            ({"replicate": 2, "shard": 4}, "FULL_SHARD", (2, 4)),
             ((2, 4), "NO_SHARD", (8, 1)),
             (None, "FULL_SHARD", (1, 1)),
         ],
@@ -777,9 +779,9 @@ class TestMesh:
             (
                 (2, 4),
                 "FULL_SHARD",
-                "Strategy 'FULL_SHARD' shards over one mesh dimension, but the mesh is 2 x 4. Use 'HYBRID_SHARD' (or "
-                "'_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh. If a dimension is for "
-                "tensor parallelism, leave it out: name the dimensions, and give mesh['shard']. "
+                "Strategy 'FULL_SHARD' shards over one mesh dimension, but the mesh is 2 x 4. Name the dimensions "
+                "'replicate' and 'shard', or use 'HYBRID_SHARD' for a (replicate, shard) mesh, or give a 1-D mesh. A "
+                "dimension for tensor parallelism is named 'tensor'. "
                 "[config='sharding.strategy']",
             ),
             (

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mmfsdp
+from mmfsdp.errors import UnsupportedCallError
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.testing import run_ranks
 
@@ -156,6 +157,38 @@ def test_one_dimensional_meshes(engine: str, mesh: str) -> None:
 )
 def test_two_dimensional_meshes(engine: str, mesh: str) -> None:
     check(4, "Tied", {"engine": engine, "sharding": "HYBRID_SHARD", "wrap": BLOCKS}, mesh)
+
+
+def by_names(rank: int) -> list[Curve]:
+    """An axis that replicates makes the strategies hybrid, of a mesh, of its numbers, and of the wrapper class."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    curves = []
+    for engine, strategy, hybrid in (
+        ("fsdp2", "FULL_SHARD", "HYBRID_SHARD"),
+        ("fsdp1", "FULL_SHARD", "HYBRID_SHARD"),
+        ("fsdp2", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
+    ):
+        config = {"engine": engine, "sharding": strategy, "wrap": BLOCKS}
+        plan = mmfsdp.plan(build(), config, mesh)
+        other = mmfsdp.plan(build(), {**config, "sharding": hybrid}, mesh)
+        assert plan.units == other.units
+        assert plan == mmfsdp.plan(build(), config, plan.mesh) == mmfsdp.plan(build(), config, plan.mesh.axes)
+        assert mmfsdp.ShardPlan.model_validate_json(plan.model_dump_json()) == plan
+        assert "2 x 2 ranks (replicate x shard)" in str(plan)
+        for model in (
+            mmfsdp.shard(build(seed=1 + rank), config, mesh),
+            mmfsdp.apply_plan(build(seed=1 + rank), plan, mesh),
+        ):
+            curves.append(train(model, adamw(model), steps=STEPS))
+    wrapper = mmfsdp.FullyShardedDataParallel(build(), engine="fsdp1", device_mesh=mesh)
+    with pytest.raises(UnsupportedCallError, match=r"no hybrid strategy; .*'FULL_SHARD' on 2 x 2 ranks"):
+        wrapper.register_comm_hook(None, print)
+    return curves
+
+
+def test_an_axis_that_replicates_says_what_hybrid_strategies_say() -> None:
+    for curve in run_ranks(by_names, 4)[0]:
+        assert difference(curve, reference()) <= TOLERANCE
 
 
 def replicated_over_a_grid(rank: int) -> Curve:

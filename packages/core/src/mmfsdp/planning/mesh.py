@@ -67,10 +67,15 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
         return MeshSpec(replicate=world_size, shard=1)
     if "HYBRID" not in strategy:
         if len(shape) == 2 and shape[0] > 1:
+            names = getattr(mesh, "mesh_dim_names", None) or ()
+            if isinstance(mesh, MeshSpec) or [axis_of(name) for name in names] == ["replicate", "shard"]:
+                return MeshSpec(replicate=shape[0], shard=shape[1])  # named: says what a hybrid strategy would
+            hybrid = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
             raise MeshError(
-                f"Strategy {strategy!r} shards over one mesh dimension, but the mesh is {shape[0]} x {shape[1]}. "
-                "Use 'HYBRID_SHARD' (or '_HYBRID_SHARD_ZERO2') for a (replicate, shard) mesh, or give a 1-D mesh. If "
-                "a dimension is for tensor parallelism, leave it out: name the dimensions, and give mesh['shard'].",
+                f"Strategy {strategy!r} shards over one mesh dimension, but the mesh is {shape[0]} x {shape[1]}"
+                f"{f', named {tuple(names)}' if names else ''}. Name the dimensions 'replicate' and 'shard', or use "
+                f"{hybrid!r} for a (replicate, shard) mesh, or give a 1-D mesh. A dimension for tensor parallelism is "
+                "named 'tensor'.",
                 config="sharding.strategy",
             )
         return MeshSpec(shard=world_size)

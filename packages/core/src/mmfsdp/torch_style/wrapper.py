@@ -117,11 +117,13 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             UnsupportedCallError: The engine is not ``fsdp1``, or the strategy is hybrid.
         """
-        if not self._is_torch_fsdp or self.plan.strategy.strip("_").startswith("HYBRID"):
+        mesh = self.plan.mesh
+        hybrid = "HYBRID" in self.plan.strategy or (mesh.replicate > 1 and mesh.shard > 1)
+        if not self._is_torch_fsdp or hybrid:
             raise UnsupportedCallError(
                 f"Communication hooks need engine='fsdp1' and no hybrid strategy; the engine is {self.plan.engine!r} "
-                f"and the strategy {self.plan.strategy!r}. To reduce gradients in 16 bits, no hook is needed: pass "
-                "mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)."
+                f"and the strategy {self.plan.strategy!r} on {mesh}. To reduce gradients in 16 bits, no hook is "
+                "needed: pass mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)."
             )
         super().register_comm_hook(state, hook)  # type: ignore[misc]
 
