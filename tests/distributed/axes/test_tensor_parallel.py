@@ -21,11 +21,12 @@ from tests.distributed.axes.divided_models import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mmfsdp
 from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
 from mmfsdp.checkpoint import convert
-from mmfsdp.errors import ConfigError, MeshError, PlanError, RankMismatchError
+from mmfsdp.errors import ConfigError, MeshError, PlanError, RankMismatchError, ShardStateError
 from mmfsdp.runtime import find_sharded_model
 from mmfsdp.testing import run_ranks, single_rank
 
@@ -194,7 +195,7 @@ def refusals(rank: int) -> None:
         mmfsdp.shard(model, CONFIG, mesh, sharding="NO_SHARD")
     with pytest.raises(MeshError, match="shard_size=4 contradicts the mesh"):
         mmfsdp.shard(model, CONFIG, mesh, sharding={"strategy": "HYBRID_SHARD", "shard_size": 4})
-    for sizes in ((4,), (4, 1)):  # no axis for data
+    for sizes in ((4,), (4, 1)) if torch_has(KEEPS_ROOT_MESH) else ((4,),):  # no axis for data
         other = init_device_mesh("cpu", sizes, mesh_dim_names=("tensor", "pipe")[: len(sizes)])
         with pytest.raises(PlanError, match=r"Give the mesh that 'tensor' is an axis of, beside an axis 'shard'"):
             mmfsdp.shard(model, CONFIG, other)
@@ -235,9 +236,29 @@ def refusals(rank: int) -> None:
     assert find_sharded_model(sharded).mesh.mesh_dim_names == ("dp", "tp")
 
 
+def divided_too_late(rank: int) -> None:
+    """Torch notices another mesh than that of the shards; ours are parameters that come from elsewhere."""
+    mesh = make_mesh({"shard": 2, "tensor": 2})
+    config = {"wrap": {"kind": "module_name", "patterns": "0"}}
+    for strategy, over in (("FULL_SHARD", mesh["shard"]), ("HYBRID_SHARD", (2, 2)), ("NO_SHARD", None)):
+        over = make_mesh({"replicate": 2, "shard": 2}) if isinstance(over, tuple) else over
+        model = mmfsdp.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config, over, sharding=strategy)
+        for part, styles in ((model, {"0": ColwiseParallel()}), (model[1], ColwiseParallel())):
+            with pytest.raises(ValueError, match="annot distribute a DTensor"):
+                parallelize_module(part, mesh["tensor"], styles)
+    same = make_mesh({"shard": 4})
+    ignored = {"sharding": {"ignored_modules": ["1"]}}
+    for given, style in (({}, ColwiseParallel()), (ignored, ColwiseParallel()), (ignored, RowwiseParallel())):
+        model = mmfsdp.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {**config, **given}, same)
+        parallelize_module(model[1], same, style)
+        with pytest.raises(ShardStateError, match=r"'1.weight'.* divided over a mesh after .*Divide the model first"):
+            model(torch.ones(2, 8))
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     run_ranks(mistakes, 4, str(tmp_path))
     run_ranks(refusals, 4)
+    run_ranks(divided_too_late, 4)
 
 
 def test_axes_by_name() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn, name_list
 from mmfsdp.errors import ShardStateError
@@ -111,8 +112,16 @@ def check_unseen(roles: Roles, holder: str) -> None:
         holder: What holds them, for the message.
 
     Raises:
-        ShardStateError: One was not.
+        ShardStateError: One was not; or it was, and has been divided since.
     """
+    divided = [name for name, param in roles.unseen.items() if param.requires_grad and isinstance(param, DTensor)]
+    if divided:
+        raise ShardStateError(
+            f"{holder} holds {name_list(divided)}, which {'was' if len(divided) == 1 else 'were'} divided over a mesh "
+            "after the model was sharded, as by parallelize_module: the gradients would not be averaged over ranks. "
+            "Divide the model first, then call shard() with the mesh that has the axis: parallelize_module(model, "
+            'mesh["tensor"], ...); mmfsdp.shard(model, config, mesh).'
+        )
     if unseen := [name for name, param in roles.unseen.items() if param.requires_grad]:
         raise ShardStateError(
             f"{holder} holds {name_list(unseen)}, which {'was' if len(unseen) == 1 else 'were'} added to the model "
