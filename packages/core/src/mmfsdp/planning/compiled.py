@@ -18,6 +18,7 @@ __all__ = [
     "compile_plan",
     "compiled_already",
     "compiled_around",
+    "compiled_call",
     "is_compiled",
     "is_compiled_wrapper",
     "unwrap_compiled",
@@ -51,7 +52,14 @@ def around_compiled(module: nn.Module, wrap: Callable[[Callable[..., Any]], Call
     if is_compiled_wrapper(module):
         module.forward = wrap(module.forward)
     else:
-        module._compiled_call_impl = wrap(module._compiled_call_impl)  # type: ignore[arg-type]
+        module._compiled_call_impl = wrap(compiled_call(module))
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the compiled call of a compiled module, or what `around_compiled` made of it."""
+    call = module.forward if is_compiled_wrapper(module) else module._compiled_call_impl
+    assert call is not None, "it is given a compiled module"
+    return call
 
 
 def compiled_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:

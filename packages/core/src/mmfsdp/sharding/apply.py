@@ -14,11 +14,13 @@ from mmfsdp.collective.scopes import scope_of
 from mmfsdp.collective.steps import on_all_ranks
 from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
+from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.plan_records import Note
 from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.runtime.calls.pending_inputs import wait_before_compiled
 from mmfsdp.runtime.calls.unit_parts import UnitParts, parts_of_units
 from mmfsdp.runtime.engine import WrapRoot
 from mmfsdp.runtime.gathered.kept_params import named_references, replace_kept
@@ -191,6 +193,7 @@ def _carry_out(
     former = named_references(model)
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
+    is_divided = any(divided_tensors(model))
     with Agreement(scope) as agreed:
         sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
     state = _finished(sharded, plan, device_mesh, parts, former)
@@ -198,6 +201,8 @@ def _carry_out(
     if state.groups:
         state.lost_writes = LostWrites(sharded, state.groups)
     watch_model_axes(state)
+    if is_divided:
+        wait_before_compiled(state.module)
     return state.module
 
 
