@@ -139,7 +139,7 @@ def stores(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def pages(session: nox.Session) -> None:
-    """Open reports in headless Chromium, which must be on PATH: three widths, two themes, the keyboard."""
+    """Open reports, and the built site, in headless Chromium, which must be on PATH: widths, themes, the keyboard."""
     session.run(HERE, "-m", "pytest", "tests/pages", *session.posargs)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.pages.browser import DARK, run
+from tests.pages.browser import found_in
 from torch import nn
 
 import mmfsdp
@@ -22,9 +20,12 @@ from mmfsdp.parity.comparing.comparison import Compared, Comparison, Difference
 from mmfsdp.rehearsal import Rehearsal, report
 from mmfsdp.rehearsal.timing.device_names import device_of
 
+WIDTHS = (380, 800, 1400)  # of a phone, a tablet and a screen
 THEMES = ("light", "dark")
+COUNTS = (1, 2)
+LONG = "layers.{}.a_normalization_layer.weight"
 
-# What the page that holds the report looks at, in frames of three widths.
+# What the page that holds the report looks at, in frames of three widths and two themes.
 LOOK = """
 const channel = value => (value /= 255) <= .04045 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4;
 const light = ([r, g, b]) => .2126 * channel(r) + .7152 * channel(g) + .0722 * channel(b);
@@ -48,6 +49,7 @@ const looked = frame => {
   found.closed = page.querySelectorAll("details:not([open])").length;
   page.querySelectorAll("details").forEach(node => { node.open = true; });
   found.overflow = page.documentElement.scrollWidth - view.innerWidth;
+  found.width = view.innerWidth;
   found.dark = view.matchMedia("(prefers-color-scheme: dark)").matches;
   found.first = page.querySelector("main").innerText.trim().split("\\n")[0].trim();
   found.title = page.querySelector("h1").innerText.trim();
@@ -108,7 +110,9 @@ const report = (page, view, found) => {
   found.stops = cells.filter(cell => cell.tabIndex === 0).length;
 };
 addEventListener("load", () => {
-  const found = [...document.querySelectorAll("iframe")].map(looked);
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    try { return looked(frame); } catch (error) { return { error: String(error) }; }
+  });
   document.getElementById("found").textContent = JSON.stringify(found);
 });
 """
@@ -124,23 +128,44 @@ def steps() -> list[Rehearsal]:
     return [mmfsdp.rehearse(given, model, batch, mesh=16) for given in (config, full)]
 
 
-def opened(page: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
-    """Return what `LOOK` finds in a page, in frames as wide as a phone, a tablet and a screen."""
-    frames = "".join(
-        f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(page)}"></iframe>'
-        for width in (380, 800, 1400)
-    )
-    host = folder / "host.html"
-    host.write_text(f'<!doctype html><pre id="found"></pre>{frames}<script>{LOOK}</script>', encoding="utf-8")
-    shown = run(host, *flags, "--dump-dom")
-    found = re.search(r'<pre id="found">(.*?)</pre>', shown, flags=re.DOTALL)
-    assert found is not None
-    assert found[1]
-    looked: list[dict[str, Any]] = json.loads(unescape(found[1]))
-    return looked
+@pytest.fixture(scope="module")
+def opened(steps: list[Rehearsal], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """Return what `LOOK` finds, by page and theme, at each width: one browser opens them all."""
+    folder = tmp_path_factory.mktemp("pages")
+    names = ["configs/keeps_activations.json", "configs/recomputes_them.json"]
+    pages = {f"report {count}": report(*steps[:count], names=names[:count]) for count in COUNTS}
+    pages |= {"diff": page_of_diff(folder), "compare": page_of_compare()}
+    keys = [(page, theme) for page in pages for theme in THEMES]
+    frames = [
+        f'<iframe style="width:{width}px;height:900px;border:0;color-scheme:{theme}" srcdoc="{escape(pages[page])}">'
+        "</iframe>"
+        for page, theme in keys
+        for width in WIDTHS
+    ]
+    looks = iter(found_in(frames, LOOK, folder / "host.html"))
+    return {key: [next(looks) for _ in WIDTHS] for key in keys}
 
 
-def check(found: dict[str, Any], theme: str) -> None:
+def page_of_diff(folder: Path) -> str:
+    one = {f"model.{LONG.format(index)}": torch.ones(8, 8) for index in range(3)}
+    two = {name: torch.full((8, 8), 1 + 10.0**-index) for index, name in enumerate(one)}
+    save_file({**one, "model.only_in_the_first": torch.ones(1)}, folder / "a_checkpoint.safetensors")
+    save_file(two, folder / "another_checkpoint.safetensors")
+    paths = (folder / "a_checkpoint.safetensors", folder / "another_checkpoint.safetensors")
+    return diff_page(diff(*paths, histogram=True))
+
+
+def page_of_compare() -> str:
+    figures = [(0.0, 1e-3), (2e-4, 1e-3), (2e-1, 1e-3)]
+    keys = [Key(0, "gradient", LONG.format(index), 0) for index in range(3)]
+    compared = [Compared(key, far, limit, differs=far > limit) for key, (far, limit) in zip(keys, figures, strict=True)]
+    found = [Difference(keys[2], 0.2, 1e-3, 1.0, 1.2, "a factor of 1.2", (), None)]
+    return comparison_page(Comparison("records/of_one_process", "records/of_two_ranks", (1, 2), compared, found))
+
+
+def check(found: dict[str, Any], width: int, theme: str) -> None:
+    assert "error" not in found, found["error"]
+    assert found["width"] == width
     assert found["dark"] is (theme == "dark")
     assert found["first"] == found["title"], "the verdict is what a reader sees and hears first"
     assert found["overflow"] <= 0
@@ -149,37 +174,21 @@ def check(found: dict[str, Any], theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_pages_of_diff_and_compare(tmp_path: Path, theme: str) -> None:
-    long = "layers.{}.a_normalization_layer.weight"
-    one = {f"model.{long.format(index)}": torch.ones(8, 8) for index in range(3)}
-    two = {name: torch.full((8, 8), 1 + 10.0**-index) for index, name in enumerate(one)}
-    save_file({**one, "model.only_in_the_first": torch.ones(1)}, tmp_path / "a_checkpoint.safetensors")
-    save_file(two, tmp_path / "another_checkpoint.safetensors")
-    differences = diff(
-        tmp_path / "a_checkpoint.safetensors", tmp_path / "another_checkpoint.safetensors", histogram=True
-    )
-    figures = [(0.0, 1e-3), (2e-4, 1e-3), (2e-1, 1e-3)]
-    keys = [Key(0, "gradient", long.format(index), 0) for index in range(3)]
-    compared = [Compared(key, far, limit, differs=far > limit) for key, (far, limit) in zip(keys, figures, strict=True)]
-    found = [Difference(keys[2], 0.2, 1e-3, 1.0, 1.2, "a factor of 1.2", (), None)]
-    comparison = Comparison("records/of_one_process", "records/of_two_ranks", (1, 2), compared, found)
-    for page, title in (
-        (diff_page(differences), "Different: 3 of 3 tensors, 1 in one only"),
-        (comparison_page(comparison), "Different: 1 of 3 tensors"),
-    ):
-        for looked in opened(page, tmp_path, *(DARK if theme == "dark" else ())):
-            check(looked, theme)
-            assert looked["title"] == title
+@pytest.mark.parametrize(
+    ("page", "title"),
+    [("diff", "Different: 3 of 3 tensors, 1 in one only"), ("compare", "Different: 1 of 3 tensors")],
+)
+def test_pages_of_diff_and_compare(opened: dict[tuple[str, str], Any], page: str, title: str, theme: str) -> None:
+    for found, width in zip(opened[page, theme], WIDTHS, strict=True):
+        check(found, width, theme)
+        assert found["title"] == title
 
 
 @pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_report(steps: list[Rehearsal], tmp_path: Path, theme: str, count: int) -> None:
-    page = report(*steps[:count], names=["configs/keeps_activations.json", "configs/recomputes_them.json"][:count])
-    looks = opened(page, tmp_path, *(DARK if theme == "dark" else ()))
-    assert len(looks) == 3
-    for found in looks:
-        check(found, theme)
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_report(steps: list[Rehearsal], opened: dict[tuple[str, str], Any], theme: str, count: int) -> None:
+    for found, width in zip(opened[f"report {count}", theme], WIDTHS, strict=True):
+        check(found, width, theme)
         assert found["title"] == steps[0].verdict(device_of("h100").memory)
         assert len(found["peaks"]) == count
         assert found["closed"] == 0
