@@ -189,7 +189,7 @@ def refusals(rank: int) -> None:
     divide(model := make_llama(), mesh)
     with pytest.raises(PlanError, match=r"'model.embed_tokens.weight' is divided already.*Give the mesh that 'tensor'"):
         mmfsdp.shard(model, CONFIG)
-    with pytest.raises(ConfigError, match="tensor parallelism divides needs engine 'fsdp2'"):
+    with pytest.raises(ConfigError, match="axes beside 'replicate' and 'shard' need engine 'fsdp2'"):
         mmfsdp.shard(model, CONFIG, mesh, engine="fsdp1")
     with pytest.raises(MeshError, match="'NO_SHARD' replicates, but the axis 'shard' of the mesh has 2 ranks"):
         mmfsdp.shard(model, CONFIG, mesh, sharding="NO_SHARD")

@@ -256,7 +256,8 @@ def test_what_a_sharded_model_does_not_take() -> None:
         "the tensors."
     )
     expected = [
-        "mesh must be a DeviceMesh, named axes such as {'replicate': 2, 'shard': 4}, a process group, a (replicate, "
+        "mesh must be a DeviceMesh, a pair of them (the second for experts), named axes such as {'replicate': 2, "
+        "'shard': 4}, a process group, a (replicate, "
         "shard) pair of process groups, or None for all ranks, got (1, 2) (type tuple). Leave it out; to shard in "
         "groups of n ranks, set sharding.strategy to 'HYBRID_SHARD' and sharding.shard_size to n.",
         *[takes_shards] * 2,

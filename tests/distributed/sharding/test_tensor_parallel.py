@@ -110,7 +110,7 @@ def meshes(rank: int) -> None:
     with pytest.raises(PlanError, match="no parameter is divided along 'tensor'"):
         mmfsdp.shard(build(), {"wrap": SIZES}, mesh)
     stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    assert plan(build(), {"wrap": SIZES}, stages).mesh.axes == {"replicate": 1, "shard": 2, "tensor": 1}
+    assert plan(build(), {"wrap": SIZES}, stages).mesh.sizes() == {"replicate": 1, "shard": 2, "tensor": 1}
 
 
 def test_axes_are_known_by_their_names() -> None:

@@ -28,6 +28,7 @@ from mmfsdp.saving.writing.save import save_checkpoint as save_checkpoint
 from mmfsdp.saving.writing.stages import save_stages as save_stages
 from mmfsdp.sharding.apply import apply_plan as apply_plan
 from mmfsdp.sharding.apply import shard as shard
+from mmfsdp.sharding.experts import divide_experts as divide_experts
 from mmfsdp.sharding.meta import parameters_on_meta as parameters_on_meta
 from mmfsdp.state.averaged_model import AveragedModel as AveragedModel
 from mmfsdp.state.model import load_model_state_dict as load_model_state_dict

@@ -28,7 +28,7 @@ def bar_chart(plan: ShardPlan, *, every_unit: bool, limit: int, width: int) -> s
         largest = sorted(range(len(units)), key=lambda place: -units[place][1])[:limit]
         units = [units[place] for place in sorted(largest)]
     sizes: dict[int, list[int]] = {}
-    for rank in range(plan.mesh.shard * plan.mesh.tensor):  # of one replica
+    for rank in range(plan.mesh.world_size // plan.mesh.replicate):
         sizes.setdefault(plan.param_bytes(rank), []).append(rank)
     kept = [(f"{len(ranks)} ranks" if ranks[1:] else f"rank {ranks[0]}", n) for n, ranks in sizes.items()]
     lines = [f"Parameters of a unit while it is gathered ({len(plan.units)} units):", *bars(units, width)]

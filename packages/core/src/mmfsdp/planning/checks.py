@@ -66,6 +66,14 @@ def check_units(units: tuple[ShardUnit, ...], engine: str, config: ShardConfig) 
         PlanError: A unit has parameters of several dtypes.
     """
     for unit in units:
+        rest = [param.fqn for param in unit.params if "expert" not in dict(param.divided)]
+        if unit.has_experts and rest:
+            raise PlanError(
+                f"Shard unit {unit.fqn or '(root)'!r} holds experts, which are sharded over other ranks than all else, "
+                f"and {name_list(rest, 3)}, which the axis 'expert' does not divide. Move the experts' parameters into "
+                "a module of their own, which becomes a unit.",
+                fqn=rest[0],
+            )
         frozen = [param.fqn for param in unit.params if not param.requires_grad]
         trained = [param.fqn for param in unit.params if param.requires_grad]
         if frozen and trained and not config.sharding.use_orig_params:
@@ -95,12 +103,12 @@ def check_reshard(units: tuple[ShardUnit, ...], mesh: MeshSpec) -> None:
         MeshError: A unit's setting does not divide them.
     """
     for unit in units:
-        size = unit.reshard_after_forward
-        if not isinstance(size, bool) and mesh.shard % size:
-            divisors = [n for n in range(2, mesh.shard) if mesh.shard % n == 0]
+        size, ranks = unit.reshard_after_forward, unit.shard_ranks(mesh)
+        if not isinstance(size, bool) and ranks % size:
+            divisors = [n for n in range(2, ranks) if ranks % n == 0]
             raise MeshError(
                 f"reshard_after_forward={size} needs shard groups that divide into groups of {size} ranks, but they "
-                f"have {mesh.shard}. Use true, false" + (f" or one of {divisors}." if divisors else "."),
+                f"have {ranks}. Use true, false" + (f" or one of {divisors}." if divisors else "."),
                 config="sharding.reshard_after_forward",
             )
 

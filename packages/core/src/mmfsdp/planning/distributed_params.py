@@ -12,8 +12,11 @@ import torch.nn as nn
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 from mmfsdp.planning.plan_records import MeshSpec
+from mmfsdp.planning.policies.matching import Match, own_parameters
 
-__all__ = ["check_divided", "divided_by", "divided_tensors"]
+__all__ = ["check_divided", "divided_by", "divided_tensors", "expert_matches"]
+
+_DIVIDING = (*MODEL_AXES, "expert")
 
 
 def divided_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -60,11 +63,11 @@ def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
         said = f"{kind} {fqn!r} is divided already: a DTensor placed as {tuple(tensor.placements)} on {_mesh(tensor)}"
         own = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.mesh.shape, strict=False))
         axes = {axis_of(name) or name: size for name, size in own.items()}
-        if not own or {*axes} - {*MODEL_AXES}:
+        if len(own) != 1 or {*axes} - {*_DIVIDING}:
             raise PlanError(
-                f"{said}. A model is divided along the axis 'tensor' before it is sharded; name the mesh's dimensions, "
-                'and divide over mesh["tensor"]: mesh = init_device_mesh(device, (..., ...), mesh_dim_names=("shard", '
-                '"tensor")). If the model is part of a sharded one, plan the original model.',
+                f"{said}. A model is divided along the axis 'tensor' or 'expert' before it is sharded; name the mesh's "
+                'dimensions, and divide over mesh["tensor"]: mesh = init_device_mesh(device, (..., ...), '
+                'mesh_dim_names=("shard", "tensor")). If the model is part of a sharded one, plan the original model.',
                 fqn=fqn,
             )
         if wrong := [axis for axis, size in axes.items() if getattr(mesh, axis) != size]:
@@ -77,14 +80,31 @@ def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
         if any(placement.is_partial() for placement in tensor.placements):
             raise PlanError(f"{said}: its ranks hold parts of a sum, which cannot be sharded.", fqn=fqn)
         used |= {axis for axis, _ in divided_by(tensor)}
-    for axis in MODEL_AXES:
+    for axis in _DIVIDING:
         if getattr(mesh, axis) > 1 and axis not in used:
+            same = "hold all experts" if axis == "expert" else "all compute the same"
             raise PlanError(
-                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would all compute the "
-                "same. Divide the model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
+                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would {same}. Divide the "
+                "model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
                 f'model, mesh["{axis}"], ...); or give a mesh without this axis.',
                 fqn="",
             )
+
+
+def expert_matches(model: nn.Module, ignored: set[int]) -> list[Match]:
+    """Return the modules whose own parameters the axis ``expert`` divides, each of which is a shard unit of its own.
+
+    Args:
+        model: A model that is about to be planned.
+        ignored: ``id`` of parameters that are not sharded.
+    """
+    reason = "experts, which are sharded over other ranks than all else"
+    found = []
+    for fqn, module in model.named_modules() if any(True for _ in divided_tensors(model)) else ():
+        axes = [dict(divided_by(param)) for param in own_parameters(module) if id(param) not in ignored]
+        if any("expert" in divided for divided in axes):
+            found.append(Match(fqn, module, reason))
+    return found
 
 
 def _mesh(tensor: Any) -> str:

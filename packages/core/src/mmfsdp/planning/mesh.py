@@ -14,18 +14,35 @@ from mmfsdp.planning.plan_records import AXES, MeshSpec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MODEL_AXES", "MeshLike", "axis_of", "check_names", "mesh_spec", "named_axes", "without_stages"]
+__all__ = [
+    "EXPERT_AXES",
+    "MODEL_AXES",
+    "MeshLike",
+    "axis_of",
+    "check_names",
+    "mesh_spec",
+    "named_axes",
+    "without_experts",
+    "without_stages",
+]
 
-MeshLike: TypeAlias = "int | Sequence[int] | Mapping[str, int] | MeshSpec | DeviceMesh | None"
-"""A world size, a (replicate, shard) pair, the size of each named axis, a `MeshSpec`, a DeviceMesh, or None for the
-running world."""
+MeshLike: TypeAlias = (
+    "int | Sequence[int] | Mapping[str, int] | MeshSpec | DeviceMesh | tuple[DeviceMesh, DeviceMesh] | None"
+)
+"""A world size, a (replicate, shard) pair, the size of each named axis, a `MeshSpec`, a DeviceMesh, a pair of these: of
+all parameters but experts, and of experts; or None for the running world."""
 
 MODEL_AXES = ("tensor",)
 """The axes whose ranks share a batch and hold different parts of the model."""
 
+EXPERT_AXES = ("replicate", "efsdp", "expert")
+"""The dimensions of the mesh of experts; the first may be missing."""
+
+_DIVISIONS = (*AXES, "expert")
 _SPELLINGS = {
-    **{axis: axis for axis in AXES},
-    **{"dp_replicate": "replicate", "dp_shard": "shard", "fsdp": "shard", "dp": "shard", "tp": "tensor"},
+    **{axis: axis for axis in _DIVISIONS},
+    **{"dp_replicate": "replicate", "dp_shard": "shard", "fsdp": "shard", "dp": "shard"},
+    **{"cp": "context", "tp": "tensor", "ep": "expert"},
 }
 """Names that other libraries give to the dimensions of a mesh, and the axis that each is."""
 
@@ -39,13 +56,16 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
 
     Args:
         mesh: A world size (ranks), a (replicate, shard) pair of ranks, the size of each named axis, of which one may
-            be -1 in a running world, a `MeshSpec`, a ``DeviceMesh``, or None: the running process group, or a single
-            rank if there is none.
+            be -1 in a running world, a `MeshSpec`, a ``DeviceMesh``, a pair of these: the second divides experts; or
+            None: the running process group, or a single rank if there is none.
         sharding: The strategy and, for hybrid ones, the ranks of a shard group.
 
     Raises:
         MeshError: The shape does not fit the strategy or the shard size.
     """
+    mesh, experts = without_experts(mesh)
+    if experts is not None:
+        return _with_experts(mesh_spec(mesh, sharding), mesh, experts)
     strategy, live = sharding.strategy, mesh is None
     if (axes := _axes(mesh)) is not None:
         if strategy == "NO_SHARD" and axes.shard > 1:
@@ -105,7 +125,7 @@ def mesh_spec(mesh: Any, sharding: ShardingConfig) -> MeshSpec:
 
 
 def axis_of(name: str) -> str | None:
-    """Return the axis that the name of a mesh dimension stands for, or None if it names none of `AXES`."""
+    """Return the axis that the name of a mesh dimension stands for, or None if it names none."""
     return _SPELLINGS.get(name)
 
 
@@ -117,13 +137,26 @@ def named_axes(mesh: DeviceMesh) -> dict[str, str]:
     """
     found = {name: axis for name in mesh.mesh_dim_names or () if (axis := axis_of(name)) is not None}
     axes = [*found.values()]
-    if axes != [axis for axis in AXES if axis in axes]:
+    if "expert" in axes and len(axes) > 1 and "efsdp" not in (mesh.mesh_dim_names or ()):
+        raise MeshError(
+            f"The mesh {mesh.mesh_dim_names} has the axis 'expert', which divides the same ranks in another way "
+            "than the other axes. Give two meshes of the same ranks: (mesh, experts), the second with the dimensions "
+            "'efsdp' and 'expert', as init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', 'expert'))."
+        )
+    if axes != [axis for axis in _DIVISIONS if axis in axes]:
         raise MeshError(
             f"The dimensions {tuple(found)} of the mesh are the axes {axes}; each is there once, in the order "
-            f"{' > '.join(axis for axis in AXES if axis in axes)}. Make the mesh in this order: the last axis has "
-            "neighbouring ranks."
+            f"{' > '.join(axis for axis in _DIVISIONS if axis in axes)}. Make the mesh in this order: the last axis "
+            "has neighbouring ranks."
         )
     return found
+
+
+def without_experts(mesh: Any) -> tuple[Any, DeviceMesh | None]:
+    """Return the mesh of all parameters but experts, and that of experts if two meshes are given."""
+    if isinstance(mesh, Sequence) and len(mesh) == 2 and all(_is_device_mesh(one) for one in mesh):
+        return mesh[0], mesh[1]
+    return mesh, None
 
 
 def without_stages(mesh: Any) -> Any:
@@ -132,6 +165,9 @@ def without_stages(mesh: Any) -> Any:
     Raises:
         MeshError: See `named_axes`.
     """
+    mesh, experts = without_experts(mesh)
+    if experts is not None:
+        return without_stages(mesh), without_stages(experts)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     own = tuple(name for name in names if not _STAGES & {*name.lower().split("_")})
     return mesh[own] if own and len(own) < len(names) and {*own} <= named_axes(mesh).keys() else mesh
@@ -140,17 +176,17 @@ def without_stages(mesh: Any) -> Any:
 def _axes(mesh: Any) -> MeshSpec | None:
     """Return the axes of a mesh that has one beside those of data, or names all; None for others."""
     if isinstance(mesh, MeshSpec):
-        return mesh if mesh.tensor > 1 else None
+        return None if mesh.is_simple else mesh
     if isinstance(mesh, Mapping):
         return _of_sizes(mesh)
-    if not (hasattr(mesh, "mesh") and len(getattr(mesh, "mesh_dim_names", None) or ()) > 1):
+    if not (_is_device_mesh(mesh) and len(mesh.mesh_dim_names or ()) > 1):
         return None  # a mesh of one dimension may have any name
     found = named_axes(mesh)
-    if not {*MODEL_AXES} & {*found.values()}:
+    if not {"context", *MODEL_AXES} & {*found.values()}:
         return None
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     if "shard" not in found.values():
-        at = [*found.values()].index("tensor")
+        at = sum(axis == "replicate" for axis in found.values())
         shape, names = [str(sizes[name]) for name in found], [repr(name) for name in found]
         shape.insert(at, "1")
         names.insert(at, "'shard'")
@@ -164,20 +200,67 @@ def _axes(mesh: Any) -> MeshSpec | None:
 
 def _of_sizes(sizes: Mapping[str, int]) -> MeshSpec:
     for axis, size in sizes.items():
-        if axis not in AXES:
-            raise MeshError(f"{axis!r} is no axis of a mesh.{closest(str(axis), AXES)} There are {', '.join(AXES)}.")
+        if axis not in _DIVISIONS:
+            raise MeshError(
+                f"{axis!r} is no axis of a mesh.{closest(str(axis), _DIVISIONS)} There are {', '.join(_DIVISIONS)}."
+            )
         if not isinstance(size, int) or isinstance(size, bool) or not (size > 0 or size == -1):
             raise MeshError(f"The axis {axis!r} has {size!r} ranks. Give a number, or -1 for one axis: what is left.")
     is_open = [axis for axis, size in sizes.items() if size == -1]
+    if sizes.get("expert") == -1:
+        raise MeshError(
+            "The axis 'expert' has -1 ranks. It divides the ranks of shard, context and tensor in another way, so that "
+            "no number of it is left open: give it."
+        )
     if not is_open:
-        return MeshSpec(**sizes)
-    (ranks,), known = _shape(None), math.prod(size for size in sizes.values() if size > 0)
+        return _checked(MeshSpec(**sizes))
+    (ranks,), known = _shape(None), math.prod(n for axis, n in sizes.items() if n > 0 and axis != "expert")
     if len(is_open) > 1 or ranks % known:
         raise MeshError(
             f"The axes {dict(sizes)} leave no whole number of ranks for {' and '.join(is_open)} in a world of {ranks}. "
             f"Give sizes whose product is {ranks}, and -1 to one axis at most."
         )
-    return MeshSpec(**{**sizes, is_open[0]: ranks // known})
+    return _checked(MeshSpec(**{**sizes, is_open[0]: ranks // known}))
+
+
+def _checked(spec: MeshSpec) -> MeshSpec:
+    divisible = spec.shard_ranks * spec.tensor
+    if divisible % spec.expert:
+        axes = [axis for axis in ("shard", "context", "tensor") if getattr(spec, axis) > 1] or ["shard"]
+        raise MeshError(
+            f"The axis 'expert' has {spec.expert} ranks, which do not divide the {divisible} of {' x '.join(axes)}: it "
+            "divides the same ranks in another way. Give a divisor of them, without multiplying: 4 ranks that shard, "
+            "of which pairs divide experts, are {'shard': 4, 'expert': 2}."
+        )
+    return spec
+
+
+def _with_experts(spec: MeshSpec, mesh: Any, experts: Any) -> MeshSpec:
+    """Return a spec with the axis `expert` of a mesh, whose other dimensions must be those that the spec leaves."""
+    names, sizes = tuple(experts.mesh_dim_names or ()), tuple(experts.mesh.shape)
+    axes = tuple(_SPELLINGS.get(name, name) for name in names)
+    if axes not in (EXPERT_AXES, EXPERT_AXES[1:]):
+        raise MeshError(
+            f"The second mesh of a pair divides experts, and has the dimensions 'efsdp' and 'expert', which may follow "
+            f"'replicate'; this one has {names}. A rank's experts are sharded over 'efsdp', and divided over 'expert'."
+        )
+    found = dict(zip(axes, sizes, strict=True))
+    spec = _checked(spec.model_copy(update={"expert": found["expert"]}))
+    expected = {axis: spec.sizes((("expert", 0),))["shard" if axis == "efsdp" else axis] for axis in axes}
+    if found != expected or (spec.replicate > 1 and "replicate" not in found):
+        raise MeshError(
+            f"The meshes of a pair are {spec.model_copy(update={'expert': 1})} and "
+            f"{' x '.join(map(str, sizes))} ({' x '.join(names)}), but experts divide the same ranks: give the second "
+            f"one the sizes {' x '.join(map(str, [spec.replicate, expected['efsdp'], spec.expert]))} (replicate x "
+            "efsdp x expert)."
+        )
+    if mesh.mesh.flatten().tolist() != experts.mesh.flatten().tolist():
+        raise MeshError("The meshes of a pair number other ranks, or the same ones in another order.")
+    return spec
+
+
+def _is_device_mesh(mesh: Any) -> bool:
+    return hasattr(mesh, "mesh") and hasattr(mesh, "mesh_dim_names")
 
 
 def _split(world_size: int, shard_size: int | None, strategy: str) -> MeshSpec:

@@ -126,6 +126,6 @@ def flat_shard_bytes(
     total = 0
     for param in params:
         total += -total % alignment + param.numel
-    if mesh.shard == 1 and aligned:
+    if mesh.shard_ranks == 1 and aligned:
         total += -total % mesh.replicate
-    return -(-total // mesh.shard) * size
+    return -(-total // mesh.shard_ranks) * size

@@ -31,26 +31,35 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-AXES = ("replicate", "shard", "tensor")
-"""The axes of a mesh in their order: the last one has neighbouring ranks."""
+AXES = ("replicate", "shard", "context", "tensor")
+"""The axes that a mesh is the product of, in their order: the last one has neighbouring ranks."""
+
+_MODEL = ("context", "tensor", "expert")
+"""Axes and divisions that earlier versions of the plan did not have: left out of JSON unless they are used."""
 
 
 class MeshSpec(Record):
     """The sizes of a mesh's named axes. Ranks are numbered in row-major order of `AXES`.
 
-    The ranks of ``replicate`` and ``shard`` get different batches; those of ``tensor`` share one, and hold different
+    The ranks of ``replicate`` and ``shard`` get different batches. Those of ``context`` share a batch, each with its
+    part of the sequences, and shard parameters as ``shard`` does. Those of ``tensor`` share one, and hold different
     parts of the tensors that tensor parallelism divides.
+
+    ``expert`` divides the same ranks in another way: experts are divided over groups of so many neighbouring ranks of
+    ``shard``, ``context`` and ``tensor``, and sharded over what is left of these.
     """
 
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @model_serializer(mode="wrap")
     def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what models without tensor parallelism do not have, as earlier versions of the format did."""
+        """Leave out what models without model parallelism do not have, as earlier versions of the format did."""
         found: dict[str, Any] = handler(self)
-        return {axis: size for axis, size in found.items() if axis != "tensor" or size > 1}
+        return {axis: size for axis, size in found.items() if axis not in _MODEL or size > 1}
 
     @property
     def world_size(self) -> int:
@@ -59,24 +68,44 @@ class MeshSpec(Record):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that get different batches."""
-        return self.replicate * self.shard
+        """Number of ranks over which gradients are averaged: those that see different tokens."""
+        return self.replicate * self.shard_ranks
+
+    @property
+    def shard_ranks(self) -> int:
+        """Number of ranks that shard what ``expert`` does not divide: shard x context."""
+        return self.shard * self.context
 
     @property
     def axes(self) -> dict[str, int]:
         """The size of each axis, in their order."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis.
+    @property
+    def is_simple(self) -> bool:
+        """Whether nothing but batches is divided: there are no axes beside ``replicate`` and ``shard``."""
+        return self.context == self.tensor == self.expert == 1
+
+    def sizes(self, divided: tuple[tuple[str, int], ...] = ()) -> dict[str, int]:
+        """Return the axes of the ranks as a parameter sees them; ``shard`` is all that shards it.
+
+        Args:
+            divided: `ParamEntry.divided` of the parameter.
+        """
+        if "expert" in dict(divided):
+            rest = self.shard_ranks * self.tensor // self.expert
+            return {"replicate": self.replicate, "shard": rest, "expert": self.expert}
+        return {"replicate": self.replicate, "shard": self.shard_ranks, "tensor": self.tensor}
+
+    def coordinates(self, rank: int, divided: tuple[tuple[str, int], ...] = ()) -> dict[str, int]:
+        """Return the index of a rank along each of the axes that `sizes` returns.
 
         Raises:
             MeshError: There is no such rank.
         """
-        if not 0 <= rank < self.world_size:
-            raise MeshError(f"Rank {rank} is not in {self}.")
+        self._check_rank(rank)
         found = {}
-        for axis, size in reversed(self.axes.items()):
+        for axis, size in reversed(self.sizes(divided).items()):
             rank, found[axis] = divmod(rank, size)
         return found
 
@@ -86,15 +115,19 @@ class MeshSpec(Record):
         Raises:
             MeshError: There is no such rank.
         """
+        self._check_rank(rank)
+        return rank // self.tensor % self.shard_ranks
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise MeshError(f"Rank {rank} is not in {self}.")
-        return rank // self.tensor % self.shard
 
     def __str__(self) -> str:
-        if self.tensor > 1:
+        if not self.is_simple:
             used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "shard"}
-            data = " x ".join(axis for axis in used if axis != "tensor")
-            return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)}; batches over {data})"
+            data = " x ".join(axis for axis in used if axis not in ("context", "tensor"))
+            experts = f"; experts over {self.expert}" if self.expert > 1 else ""
+            return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)}; batches over {data}{experts})"
         if self.replicate == 1:
             return f"{self.shard} rank{'s' if self.shard != 1 else ''}"
         return f"{self.replicate} x {self.shard} ranks (replicate x shard)"
@@ -141,7 +174,7 @@ class ParamEntry(Record):
         Raises:
             MeshError: There is no such rank.
         """
-        at, sizes = mesh.coordinates(rank), mesh.axes
+        at, sizes = mesh.coordinates(rank, self.divided), mesh.sizes(self.divided)
         steps = [*self.divided, *([("shard", 0)] if self.shape and not gathered else [])]
         axes, dims = [axis for axis, _ in steps], [dim for _, dim in steps]
         # An ignored parameter may be divided along axes of another mesh, whose sizes are not known here.
@@ -152,7 +185,7 @@ class ParamEntry(Record):
         if not self.divided:  # most are not, and plans of many ranks ask often
             if gathered or not self.shape:
                 return self.numel
-            rows = rows_per_rank(self.shape[0], mesh.shard)
+            rows = rows_per_rank(self.shape[0], mesh.shard_ranks)
             held = min(max(self.shape[0] - rows * mesh.shard_coordinate(rank), 0), rows)
             return math.prod(self.shape[1:], start=held)
         return math.prod(self.box(mesh, rank, gathered=gathered)[1])
@@ -222,6 +255,15 @@ class ShardUnit(Record):
     def nbytes(self) -> int:
         """Bytes of all parameters of the unit, unsharded, in their stored dtype."""
         return sum(param.nbytes for param in self.params)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the axis ``expert`` divides its parameters, which are then sharded over other ranks than the rest."""
+        return any("expert" in dict(param.divided) for param in self.params)
+
+    def shard_ranks(self, mesh: MeshSpec) -> int:
+        """Return the number of ranks of a mesh that shard its parameters together."""
+        return mesh.sizes(self.params[0].divided if self.has_experts else ())["shard"]
 
 
 class ActivationPlan(Record):

@@ -16,7 +16,7 @@ from mmfsdp.errors import ConfigError, PlanError, closest
 from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.compiled import compile_plan, compiled_already
-from mmfsdp.planning.distributed_params import check_divided, divided_by
+from mmfsdp.planning.distributed_params import check_divided, divided_by, expert_matches
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec, without_stages
@@ -63,8 +63,8 @@ def plan(
     Args:
         model: A model on any device; ``meta`` is enough.
         config: The settings; a mapping is validated first and not changed.
-        mesh: A world size (ranks), a (replicate, shard) pair, a `MeshSpec` or a DeviceMesh. Default: the running
-            world.
+        mesh: A world size (ranks), a (replicate, shard) pair, the sizes of named axes, a `MeshSpec`, a DeviceMesh, or a
+            pair of them, of which the second is of experts. Default: the running world.
         policy: A wrapping policy object or callable, in place of ``config.wrap``; see `resolve_policy`.
         check_fn: ``(module) -> bool``, in place of ``config.activation_checkpointing.check_fn``.
         ignored_modules: Module objects, besides ``config.sharding.ignored_modules``.
@@ -108,6 +108,8 @@ def plan(
     matches = _with_overrides(model, matches, overrides)
     matches = [*(match for match in kept if match.fqn not in {found.fqn for found in matches}), *matches]
     kept_fqns = {match.fqn for match in kept}
+    experts = expert_matches(model, {id(param) for param in ignored.params})
+    matches = [*matches, *(match for match in experts if match.fqn not in {found.fqn for found in matches})]
     drafts, unit_notes = draft_units(
         model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"
     )

@@ -115,6 +115,12 @@ def rehearse_step(model: nn.Module, step: TrainingStep, target: Target) -> Rehea
             "exact bytes: mmfsdp.estimate_memory(mmfsdp.plan(model, config, mesh)).",
             fqn=divided[0],
         )
+    if not target.plan.mesh.is_simple:
+        raise MeshError(
+            f"A step on {target.plan.mesh} cannot be rehearsed yet. But for attention over ranks, "
+            f"{{'replicate': {target.plan.mesh.replicate}, 'shard': {target.plan.mesh.shard_ranks}}} takes the same "
+            "memory, with the part of a batch that a rank has."
+        )
     if not 0 <= target.rank < target.plan.mesh.world_size:
         raise MeshError(f"Rank {target.rank} is not in {target.plan.mesh}.")
     return run_fake(model, step, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,21 @@ from mmfsdp.collective.scopes import rank_in
 from mmfsdp.errors import StateDictError
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 
-__all__ = ["Box", "box_of", "boxes_of", "data_mesh", "is_box", "is_part_of", "local_part", "whole_tensor"]
+__all__ = [
+    "Box",
+    "batch_mesh",
+    "box_of",
+    "boxes_of",
+    "data_mesh",
+    "data_of_experts",
+    "is_box",
+    "is_part_of",
+    "local_part",
+    "whole_tensor",
+]
+
+_FLAT = "shard_context"
+"""The dimension that the axes ``shard`` and ``context`` make together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +74,11 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
 
     Args:
         tensor: The tensor.
-        mesh: A mesh of which `is_part_of` is true for the tensor; it replicates the tensor along its other dimensions.
-            Default: the tensor's own mesh.
+        mesh: A mesh of which `is_part_of` is true for the tensor; its other ranks replicate the tensor. Default: the
+            tensor's own mesh.
+
+    Returns:
+        The boxes by rank of the mesh. Their own mesh has the same ranks in the same order, maybe by other dimensions.
 
     Raises:
         StateDictError: The tensor has a placement other than ``Shard``, ``Replicate`` and the one of a dimension that
@@ -69,17 +87,19 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
     own = tensor.device_mesh
     placements = [None if isinstance(placement, Replicate) else _dim_of(placement) for placement in tensor.placements]
     order = _order_of(tensor, placements)
-    if mesh is None or mesh.ndim == own.ndim:
+    if mesh is None or tuple(mesh.shape) == tuple(own.shape):
         return EvenBoxes(tuple(tensor.shape), tuple(own.shape), tuple(placements), 0, order)
-    names = [*(mesh.mesh_dim_names or ())]
-    at = [names.index(name) for name in own.mesh_dim_names or ()]
-    lifted: list[int | None] = [None] * mesh.ndim
+    if (lattice := _lattice(own, mesh)) is None:
+        raise StateDictError(f"{own} is no part of {mesh}, so that its ranks hold no boxes of the tensor.")
+    sizes, at = lattice
+    lifted: list[int | None] = [None] * len(sizes)
     for index, dim in zip(at, placements, strict=True):
-        lifted[index] = dim
-    rest = [index for index in range(mesh.ndim) if index not in at]
-    # Where the tensor's own mesh has an order, other dimensions come first: they replicate.
-    lifted_order = (*rest, *(at[index] for index in order)) if order else ()
-    return EvenBoxes(tuple(tensor.shape), tuple(mesh.shape), tuple(lifted), 0, lifted_order)
+        if index is not None:
+            lifted[index] = dim
+    # Other dimensions replicate, so that they may come first.
+    divides = [known for index in order or range(own.ndim) if (known := at[index]) is not None]
+    full = (*(index for index in range(len(sizes)) if index not in divides), *divides)
+    return EvenBoxes(tuple(tensor.shape), sizes, tuple(lifted), 0, () if full == tuple(sorted(full)) else full)
 
 
 def is_box(tensor: DTensor) -> bool:
@@ -93,14 +113,48 @@ def is_box(tensor: DTensor) -> bool:
 
 def is_part_of(tensor: DTensor, mesh: DeviceMesh) -> bool:
     """Tell whether the mesh of a tensor is a mesh, or this rank's part of it, so that `boxes_of` can be asked."""
-    own, here = tensor.device_mesh, mesh.get_coordinate()
+    own = tensor.device_mesh
     if tuple(own.shape) == tuple(mesh.shape):
         return torch.equal(own.mesh, mesh.mesh)
-    names, inner = mesh.mesh_dim_names or (), own.mesh_dim_names or ()
-    if here is None or not inner or inner != tuple(name for name in names if name in inner):
-        return False
-    part = mesh.mesh[tuple(slice(None) if name in inner else at for name, at in zip(names, here, strict=True))]
-    return torch.equal(part, own.mesh)
+    return _lattice(own, mesh) is not None
+
+
+def _lattice(own: DeviceMesh, mesh: DeviceMesh) -> tuple[tuple[int, ...], list[int | None]] | None:
+    """Return a mesh with the ranks of another, in the same order, that has the dimensions of a part of it.
+
+    The meshes of experts and of all else number the same ranks by other dimensions, so only the ranks count here.
+
+    Returns:
+        Its sizes, and for each dimension of the part the dimension that it is, None if it has one rank; or None if the
+        part's ranks are not at even distances.
+    """
+    index = {rank: at for at, rank in enumerate(mesh.mesh.flatten().tolist())}
+    ranks = own.mesh.flatten().tolist()
+    if not {*ranks} <= index.keys():
+        return None
+    found = [index[rank] for rank in ranks]
+    strides: list[int] = []  # of each dimension of the part, in ranks of the mesh
+    inner = len(found)
+    for size in own.mesh.shape:
+        inner //= size
+        strides.append(found[inner] - found[0] if size > 1 else 0)
+    sizes: list[int] = []
+    at: list[int | None] = [None] * own.ndim
+    left = len(index)
+    for dim in sorted((dim for dim in range(own.ndim) if strides[dim]), key=lambda dim: -strides[dim]):
+        size, stride = own.mesh.shape[dim], strides[dim]
+        if stride <= 0 or left % (size * stride) or found[0] // stride % size:
+            return None
+        sizes += [left // (size * stride)] if left > size * stride else []
+        at[dim] = len(sizes)
+        sizes.append(size)
+        left = stride
+    sizes += [left] if left > 1 or not sizes else []
+    steps = [
+        range(0, size * stride, stride) if stride else (0,)
+        for size, stride in zip(own.mesh.shape, strides, strict=True)
+    ]
+    return (tuple(sizes), at) if found == [found[0] + sum(step) for step in itertools.product(*steps)] else None
 
 
 def _dim_of(placement: Placement) -> int:
@@ -121,10 +175,36 @@ def _order_of(tensor: DTensor, placements: Sequence[int | None]) -> tuple[int, .
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a model's mesh whose ranks get different batches: `mesh` itself if all do. Not collective."""
+    """Return the part of a model's mesh over which parameters are sharded and gradients averaged.
+
+    Not collective, but for the first time that a mesh with an axis ``context`` is met: every rank of it.
+    """
     names = mesh.mesh_dim_names or ()
-    data = tuple(name for name in names if axis_of(name) not in MODEL_AXES)
-    return mesh if len(names) == 1 or len(data) == len(names) else mesh[data]  # one dimension may have any name
+    if len(names) == 1:
+        return mesh  # one dimension may have any name
+    axes = {axis_of(name): name for name in names}
+    if "context" in axes:
+        mesh[axes["shard"], axes["context"]]._flatten(_FLAT)  # there is no public way
+        first = axes.get("replicate")
+        return mesh[_FLAT] if first is None or mesh.shape[0] == 1 else mesh[first, _FLAT]
+    return _without(mesh, MODEL_AXES)
+
+
+def data_of_experts(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh of experts over which they are sharded and averaged. Not collective."""
+    return _without(mesh, ("expert",))
+
+
+def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a model's mesh whose ranks get different batches: `mesh` itself if all do. Not collective."""
+    return _without(mesh, ("context", *MODEL_AXES))
+
+
+def _without(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    axes = (*axes, *(["replicate"] if mesh.shape[0] == 1 else []))  # one replica needs no reduction over replicas
+    left = tuple(name for name in names if axis_of(name) not in axes)
+    return mesh if len(names) == 1 or len(left) == len(names) else mesh[left]
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

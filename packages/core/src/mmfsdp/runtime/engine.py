@@ -102,6 +102,7 @@ class Engine(Protocol[State]):
         mesh: DeviceMesh,
         prepare: PrepareUnit,
         wrap_root: WrapRoot | None = None,
+        experts: DeviceMesh | None = None,
     ) -> nn.Module:
         """Shard ``model`` and return the module to call. Collective: every rank of ``mesh``.
 
@@ -111,6 +112,7 @@ class Engine(Protocol[State]):
             mesh: ``('shard',)`` or ``('replicate', 'shard')``, of the plan's shape.
             prepare: Must be called for each unit, in the plan's order, right before sharding it.
             wrap_root: Only for FSDP1, whose root is an object around the model.
+            experts: The mesh of the units that the axis ``expert`` divides; see `EXPERT_AXES`.
         """
         ...
 

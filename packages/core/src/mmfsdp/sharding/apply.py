@@ -16,6 +16,7 @@ from mmfsdp.config import ShardConfig
 from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
 from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.fingerprints import fingerprint
+from mmfsdp.planning.mesh import without_experts
 from mmfsdp.planning.plan_records import Note
 from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
@@ -75,7 +76,8 @@ def shard(
     Args:
         model: The model, on any device; on ``meta`` it needs no memory for a whole copy.
         config: The settings; a mapping is validated and not changed.
-        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for all ranks.
+        mesh: A DeviceMesh, a pair of them of which the second is of experts, a process group, a (replicate, shard)
+            pair of groups, or None for all ranks.
         policy: See `plan`.
         check_fn: See `plan`.
         param_init_fn: See `apply_plan`.
@@ -127,7 +129,8 @@ def apply_plan(
     Args:
         model: The model that the plan was made for.
         plan: The plan to apply.
-        mesh: A DeviceMesh, a process group, a (replicate, shard) pair of groups, or None for all ranks.
+        mesh: A DeviceMesh, a pair of them of which the second is of experts, a process group, a (replicate, shard)
+            pair of groups, or None for all ranks.
         param_init_fn: ``(module) -> None``, initialises a model on the meta device. It is called as ``model.apply``
             would: for every module, children before parents, once tensors are allocated. Default: the plan's reference,
             or ``module.reset_parameters()``.
@@ -160,9 +163,10 @@ def _carry_out(
 ) -> nn.Module:
     check_groups(mesh)
     given, mesh = mesh, own_part(mesh)
-    is_stage = mesh is not given and mesh.size() < given.size()
+    (whole, experts), (first, _) = without_experts(mesh), without_experts(given)
+    is_stage = whole is not first and whole.size() < first.size()
     select_device_for_objects()
-    scope = scope_of(mesh)
+    scope = scope_of(whole)
     check_same_versions(scope)
     decided = on_all_ranks(lambda: _checked(model, decide()), scope)
     check_same_plan(model, decided, scope)
@@ -171,7 +175,7 @@ def _carry_out(
 
     def on_device() -> ShardPlan:
         check_mesh(decided.mesh, mesh)
-        return _on_device(decided, mesh)
+        return _on_device(decided, whole)
 
     plan = on_all_ranks(on_device, scope)
     device_mesh = build_mesh(plan.mesh, plan.device, mesh)
@@ -179,13 +183,13 @@ def _carry_out(
     def ready() -> UnitPreparer:
         check_supported(plan, device_mesh)
         check_gradient_hooks(model, plan, calls_some=False)
-        check_foreign(model, plan, device_mesh)
+        check_foreign(model, plan, device_mesh, experts)
         if plan.cpu_offload and not ENGINES[plan.engine].is_flat:
             check_offload(device_mesh.device_type, backends_of(device_mesh.get_group(0)))
         if plan.compile is not None:
             check_backend(plan.compile)
         init_fn = param_init_fn or (resolve_reference(plan.param_init_fn) if plan.param_init_fn else None)
-        preparer = UnitPreparer(model, plan, device_mesh, init_fn)
+        preparer = UnitPreparer(model, plan, device_mesh, init_fn, experts)
         if plan.activation_checkpointing is not None:
             apply_activation_checkpointing(model, plan.activation_checkpointing)
         return preparer
@@ -195,7 +199,9 @@ def _carry_out(
     prepare = on_all_ranks(ready, scope)
     is_divided = any(divided_tensors(model))
     with Agreement(scope) as agreed:
-        sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root)
+        sharded = ENGINES[plan.engine].apply(
+            model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root, experts
+        )
     state = _finished(sharded, plan, device_mesh, parts, former)
     state.is_stage = is_stage
     if state.groups:

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
 from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
+from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import MeshError
-from mmfsdp.planning.mesh import MODEL_AXES, check_names, named_axes, without_stages
+from mmfsdp.planning.mesh import MODEL_AXES, check_names, mesh_spec, named_axes, without_experts, without_stages
 from mmfsdp.planning.plan_records import MeshSpec
 
 __all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "own_part", "shape_of"]
@@ -28,12 +29,13 @@ def check_groups(given: Any) -> None:
         MeshError: It is not a DeviceMesh, a group, a pair of groups or None; or the two groups of a pair do not have
             exactly this rank in common.
     """
+    given, _ = without_experts(given)
     if not (given is None or isinstance(given, (DeviceMesh, dist.ProcessGroup, Mapping)) or is_group_pair(given)):
         raise MeshError(
-            "mesh must be a DeviceMesh, named axes such as {'replicate': 2, 'shard': 4}, a process group, a "
-            f"(replicate, shard) pair of process groups, or None for all ranks, got {given!r} (type "
-            f"{type(given).__name__}). Leave it out; to shard in groups of n ranks, set sharding.strategy to "
-            "'HYBRID_SHARD' and sharding.shard_size to n."
+            "mesh must be a DeviceMesh, a pair of them (the second for experts), named axes such as {'replicate': 2, "
+            "'shard': 4}, a process group, a (replicate, shard) pair of process groups, or None for all ranks, got "
+            f"{given!r} (type {type(given).__name__}). Leave it out; to shard in groups of n ranks, set "
+            "sharding.strategy to 'HYBRID_SHARD' and sharding.shard_size to n."
         )
     if is_group_pair(given):
         members = [dist.get_process_group_ranks(group) for group in given]
@@ -51,10 +53,12 @@ def own_part(given: Any) -> Any:
         MeshError: See `named_axes`; or this torch cannot shard over such a part beside an axis for model parallelism.
     """
     own = without_stages(given)
-    if own is not given and {*MODEL_AXES} & {*named_axes(own).values()} and not torch_has(KEEPS_ROOT_MESH):
+    (whole, experts), (first, _) = without_experts(own), without_experts(given)
+    divides = {*MODEL_AXES} & {*named_axes(whole).values()} if isinstance(whole, DeviceMesh) else set()
+    if whole is not first and (divides or experts is not None) and not torch_has(KEEPS_ROOT_MESH):
         raise MeshError(
-            f"torch {torch.__version__} cannot shard a model that is divided along {[*named_axes(own)][-1]!r} over the "
-            f"mesh {tuple(given.mesh_dim_names)}, which has stages, too. Install torch "
+            f"torch {torch.__version__} cannot shard a model that is divided along {[*divides, 'expert'][0]!r} over "
+            f"the mesh {tuple(first.mesh_dim_names)}, which has stages, too. Install torch "
             f"{'.'.join(map(str, KEEPS_ROOT_MESH))} or newer."
         )
     return own
@@ -70,6 +74,18 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
     Raises:
         MeshError: The mesh has another shape, or a dimension for tensor or pipeline parallelism.
     """
+    given, experts = without_experts(given)
+    if experts is not None:
+        found = mesh_spec(
+            (given, experts), ShardingConfig(strategy="HYBRID_SHARD" if spec.replicate > 1 else "FULL_SHARD")
+        )
+        if found != spec:
+            raise MeshError(f"The plan is for {spec}, but the given meshes are {found}.")
+    elif spec.expert > 1:
+        raise MeshError(
+            f"The plan is for {spec}, but no mesh of experts is given. Give two meshes: (mesh, experts), the second "
+            "with the dimensions 'efsdp' and 'expert', over which you divided them."
+        )
     if given is None or isinstance(given, Mapping):
         if dist.get_world_size() != spec.world_size:
             raise MeshError(
@@ -80,13 +96,16 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
     if isinstance(given, DeviceMesh):
         check_names(given.mesh_dim_names or ())
         axes = named_axes(given)
-        if {*MODEL_AXES} & {*axes.values()}:
+        if {"context", *MODEL_AXES} & {*axes.values()}:
             sizes = dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=True))
-            if (found := MeshSpec(**{axis: sizes[name] for name, axis in axes.items()})) != spec:
+            found = MeshSpec(**{axis: sizes[name] for name, axis in axes.items()}, expert=spec.expert)
+            if found != spec:
                 raise MeshError(f"The plan is for {spec}, but the given mesh is {found}.")
             return
-    if spec.tensor > 1:
-        raise MeshError(f"The plan is for {spec}, but the given mesh has no axis 'tensor'. Give the mesh that has it.")
+    if missing := [axis for axis in ("context", "tensor") if spec.axes[axis] > 1]:
+        raise MeshError(
+            f"The plan is for {spec}, but the given mesh has no axis {missing[0]!r}. Give the mesh that has it."
+        )
     shape, planned = tuple(_shape(given)), _planned_shape(spec)
     # One dimension can be divided; two keep their meaning, unless nothing is sharded.
     divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
@@ -105,16 +124,17 @@ def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMes
 
     Returns:
         A mesh with dimensions ``('shard',)``, or ``('replicate', 'shard')`` if anything is replicated; or the given
-        one, if it has an axis for tensor parallelism.
+        one, if it has further axes.
     """
+    given, _ = without_experts(given)
     if isinstance(given, Mapping):
         given = None
-    if isinstance(given, DeviceMesh) and {*MODEL_AXES} & {*named_axes(given).values()}:
+    if isinstance(given, DeviceMesh) and {"context", *MODEL_AXES} & {*named_axes(given).values()}:
         return given
     if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
         given = mesh_from_groups(given, device_type)
     shape = _planned_shape(spec)
-    names = _NAMES[-len(shape) :]
+    names = tuple(axis for axis, size in spec.axes.items() if size > 1 or axis == "shard")
     if given is None:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
     mesh: DeviceMesh = given
@@ -149,7 +169,7 @@ def shape_of(given: Any) -> Any:
 
 
 def _planned_shape(spec: MeshSpec) -> tuple[int, ...]:
-    return (spec.shard,) if spec.replicate == 1 else (spec.replicate, spec.shard)
+    return tuple(size for axis, size in spec.axes.items() if size > 1 or axis == "shard")
 
 
 def _shape(given: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from mmfsdp.basics.dtypes import to_torch
 from mmfsdp.collective.broadcasting import broadcast_along, broadcast_tensor
 from mmfsdp.collective.channels import naming_lost_ranks
 from mmfsdp.collective.scopes import rank_in
+from mmfsdp.planning.distributed_params import divided_by
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.calls.unit_parts import modules_by_unit
@@ -39,15 +40,21 @@ class UnitPreparer:
         plan: The plan that will be applied.
         mesh: The mesh to shard over.
         param_init_fn: Initialises one module; see `Materialiser`.
+        experts: The mesh of the same ranks that experts are divided over.
 
     Raises:
         PlanError: Weights on the meta device cannot be given the values that the unsharded model would have.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, param_init_fn: InitFn | None = None
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        mesh: DeviceMesh,
+        param_init_fn: InitFn | None = None,
+        experts: DeviceMesh | None = None,
     ) -> None:
-        self._plan, self._mesh = plan, mesh
+        self._plan, self._mesh, self._experts = plan, mesh, experts
         self._device = device_of(mesh)
         self._owned = modules_by_unit(model, plan)
         ignored = {id(model.get_parameter(param.fqn)) for param in plan.ignored_params}
@@ -99,9 +106,11 @@ class UnitPreparer:
                 continue
             is_divided = not all(placement.is_replicate() for placement in tensor.placements)
             apart = set(tensor.device_mesh.mesh.flatten().tolist()) if is_divided else set()
-            for dim in reversed(range(self._mesh.ndim)):
-                if len(apart & {*dist.get_process_group_ranks(self._mesh.get_group(dim))}) <= 1:
-                    broadcast_along(tensor.to_local(), self._mesh, dim, 0)
+            has_experts = "expert" in dict(divided_by(tensor))
+            mesh = self._experts if has_experts and self._experts is not None else self._mesh
+            for dim in reversed(range(mesh.ndim)):
+                if len(apart & {*dist.get_process_group_ranks(mesh.get_group(dim))}) <= 1:
+                    broadcast_along(tensor.to_local(), mesh, dim, 0)
 
 
 def _give_back_freed_memory() -> None:

@@ -19,7 +19,7 @@ def gathered_bytes(plan: ShardPlan) -> int:
     units = sorted(
         (unit for unit in plan.units if unit.params), key=lambda unit: (not unit.is_root, unit.params[0].place)
     )
-    if plan.engine == "fsdp1" and plan.mesh.shard == 1:
+    if plan.engine == "fsdp1" and plan.mesh.shard_ranks == 1:
         # Nothing is gathered; only a unit that computes in another dtype makes a copy.
         units = [unit for unit in units if compute_itemsize(unit, unit.params[0]) != itemsize(unit.params[0].dtype)]
     full = [sum(_whole(plan, param) * compute_itemsize(unit, param) for param in unit.params) for unit in units]
@@ -32,7 +32,7 @@ def gathered_bytes(plan: ShardPlan) -> int:
         if plan.engine == "fsdp1":
             forward = size + sum(full[i + 1 : i + 1 + max(ahead, 1)])
             backward = size + (full[i - 1] - kept[i - 1] if i and i - 1 not in above else 0)
-        elif plan.mesh.shard == 1:
+        elif plan.mesh.shard_ranks == 1:
             forward = backward = size  # copied from the shard, which is whole
         else:
             # A unit's receive buffer is freed when the next unit is copied out of its own: before or after.
@@ -75,7 +75,8 @@ def _whole(plan: ShardPlan, param: ParamEntry) -> int:
     if plan.engine == "fsdp1" or not param.shape or not param.shape[0]:
         return param.numel
     rows, *columns = param.box(plan.mesh, 0, gathered=True)[1]
-    return math.prod(columns) * rows_per_rank(rows, plan.mesh.shard) * plan.mesh.shard
+    ranks = plan.mesh.sizes(param.divided)["shard"]
+    return math.prod(columns) * rows_per_rank(rows, ranks) * ranks
 
 
 def whole_bytes(unit: ShardUnit) -> int:

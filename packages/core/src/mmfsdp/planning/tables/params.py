@@ -36,9 +36,9 @@ def render_params(plan: PlanData, *, every_param: bool = False, width: int | Non
 
 
 def _cells(plan: PlanData, param: ParamEntry, is_whole: bool) -> list[str]:
-    sizes = {axis: size for axis, size in plan.mesh.axes.items() if size > 1}
+    sizes = {axis: size for axis, size in plan.mesh.sizes(param.divided).items() if size > 1}
     steps = [*param.divided, *([] if is_whole or not param.shape else [("shard", 0)])]
-    divided = [f"{axis} {dim}" for axis, dim in steps if axis in sizes]
+    divided = [f"{_named(plan, axis)} {dim}" for axis, dim in steps if axis in sizes]
     if plan.engine == "fsdp1":
         held = "a piece of the unit" if divided else _shape(param.shape)
     else:
@@ -50,10 +50,16 @@ def _gradient(plan: PlanData, param: ParamEntry, sizes: dict[str, int]) -> str:
     """Return what becomes of a gradient: a mean along the axes of data, and equal along others that do not divide."""
     if not param.requires_grad:
         return "none"
-    mean = [axis for axis in ("replicate", "shard") if axis in sizes]
-    equal = [axis for axis in sizes if axis not in (*mean, *dict(param.divided))]
-    parts = [f"mean over {' x '.join(mean)}"] if mean else []
+    data = " x ".join(_named(plan, axis) for axis in ("replicate", "shard") if axis in sizes)
+    if "expert" in dict(param.divided):  # tokens of all ranks reach an expert, so that its gradient is a sum over them
+        return f"sum over {data or 'expert'} / {plan.mesh.data_size}"
+    equal = [axis for axis in sizes if axis not in ("replicate", "shard", *dict(param.divided))]
+    parts = [f"mean over {data}"] if data else []
     return "; ".join([*parts, *(f"equal along {axis}" for axis in equal)]) or "-"
+
+
+def _named(plan: PlanData, axis: str) -> str:
+    return "shard x context" if axis == "shard" and plan.mesh.context > 1 else axis
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -182,7 +182,7 @@ def _head(plan: PlanData) -> str:
 
 def _totals(plan: PlanData) -> list[str]:
     world = plan.mesh.world_size
-    per_rank = [plan.param_bytes(rank) for rank in {0, plan.mesh.shard - 1}]
+    per_rank = [plan.param_bytes(rank) for rank in {0, world // plan.mesh.replicate - 1}]
     total = sum(param.nbytes for param in plan.all_params())
     spread = human_bytes(max(per_rank)) + (
         "" if min(per_rank) == max(per_rank) else f" (last: {human_bytes(min(per_rank))})"
@@ -301,6 +301,6 @@ def _sent(numel: int, mesh: MeshSpec) -> int:
     also receives the updates that the others have computed.
     """
     ranks = mesh.world_size
-    there = numel * WIRE_BYTES * (mesh.shard - 1) / mesh.shard / ranks
-    back = numel * WIRE_BYTES * (mesh.replicate - 1 / mesh.shard) / ranks
+    there = numel * WIRE_BYTES * (mesh.shard_ranks - 1) / mesh.shard_ranks / ranks
+    back = numel * WIRE_BYTES * (mesh.replicate - 1 / mesh.shard_ranks) / ranks
     return int(there + back)

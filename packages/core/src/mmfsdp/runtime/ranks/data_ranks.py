@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmfsdp.collective.scopes import rank_in
 from mmfsdp.planning.mesh import without_stages
-from mmfsdp.runtime.dtensors import data_mesh
+from mmfsdp.runtime.dtensors import batch_mesh
 from mmfsdp.runtime.sharded_model import find_sharded_model
 
 __all__ = ["data_parallel_rank", "data_parallel_size"]
@@ -40,4 +40,4 @@ def data_parallel_size(model: nn.Module | DeviceMesh) -> int:
 
 
 def _mesh_of(model: nn.Module | DeviceMesh) -> DeviceMesh:
-    return data_mesh(without_stages(model) if isinstance(model, DeviceMesh) else find_sharded_model(model).mesh)
+    return batch_mesh(without_stages(model) if isinstance(model, DeviceMesh) else find_sharded_model(model).mesh)

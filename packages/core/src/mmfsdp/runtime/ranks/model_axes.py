@@ -75,8 +75,8 @@ def watch_model_axes(state: ShardedModel) -> None:
     handles.append(root.register_forward_hook(torch.compiler.disable(after)))
 
 
-def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
-    """Check that DTensors have values, and that gradients of ignored ones can be averaged over the ranks of data.
+def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Check that DTensors have values and lie on the mesh, and that gradients of ignored ones can be averaged.
 
     Not collective.
 
@@ -84,12 +84,16 @@ def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         model: The model, not sharded yet.
         plan: Its plan.
         mesh: The mesh that it will be sharded over.
+        experts: The mesh of its experts.
 
     Raises:
-        PlanError: One is on the meta device; or a trained one that is ignored is divided over ranks that get different
-            batches, as experts are.
+        PlanError: One is on the meta device, or divided over other ranks than those of the mesh's axis; or a trained
+            one that is ignored is divided over ranks that get different batches, as experts are.
     """
+    ignored = {entry.fqn for entry in plan.ignored_params}
     for fqn, tensor in divided_tensors(model):
+        if fqn not in ignored:
+            _check_ranks(fqn, tensor, mesh, experts)
         if tensor.is_meta:
             raise PlanError(
                 f"{fqn!r} is divided, and on the meta device, where each rank would draw its part by itself. Give the "
@@ -110,6 +114,20 @@ def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
                 )
 
 
+def _check_ranks(fqn: str, tensor: DTensor, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+    [axis] = [axis_of(name) for name in tensor.device_mesh.mesh_dim_names or ()]
+    for whole in (mesh, experts):
+        for name in (whole.mesh_dim_names or ()) if whole is not None else ():
+            if whole is not None and axis_of(name) == axis:
+                ranks, found = dist.get_process_group_ranks(whole.get_group(name)), tensor.device_mesh.mesh.tolist()
+                if ranks != found:
+                    raise PlanError(
+                        f"{fqn!r} is divided over the ranks {found}, but the axis {axis!r} of the given mesh has the "
+                        f"ranks {ranks} here. Give the mesh that you divided the model over: mesh[{name!r}] of it.",
+                        fqn=fqn,
+                    )
+
+
 def check_equal(state: ShardedModel) -> None:
     """Check that parameters are equal to the last bit along each axis that does not divide them.
 
@@ -128,7 +146,8 @@ def check_equal(state: ShardedModel) -> None:
 def _unequal(state: ShardedModel, name: str) -> tuple[str, int] | None:
     """Return a parameter that differs along an axis, and which rank of the group has another one than the first."""
     own = {clean_fqn(fqn): param for fqn, param in state.module.named_parameters(remove_duplicate=False)}
-    entries = (param for unit in state.plan.units for param in unit.params if axis_of(name) not in dict(param.divided))
+    apart = {axis_of(name), "expert"}  # ranks of any axis hold different experts
+    entries = (param for unit in state.plan.units for param in unit.params if not apart & dict(param.divided).keys())
     fqns = [entry.fqn for entry in entries]
     if not fqns:
         return None

@@ -79,6 +79,7 @@ def needed_owners(header: Mapping[str, Any], boxes: Mapping[str, Bounds], near: 
 
 
 def _rule(said: Mapping[str, Any], mesh: tuple[int, ...]) -> EvenBoxes:
+    mesh = tuple(said.get("mesh", mesh))
     return EvenBoxes(tuple(said["shape"]), mesh, tuple(said["placements"]), 0, tuple(said.get("order", ())))
 
 

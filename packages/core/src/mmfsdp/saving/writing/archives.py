@@ -176,6 +176,7 @@ def _plan_rank(
                 rule, writes = written_boxes(leaf, written, mesh)
                 box |= {"placements": list(rule.placements), "replica": rule.replica}
                 box |= {"order": list(rule.order)} if rule.order else {}
+                box |= {"mesh": list(rule.mesh)} if rule.mesh != tuple(mesh.shape) else {}
                 is_own = own_all or writes
             elif own_all:
                 raise StateDictError(

@@ -63,8 +63,8 @@ class Fsdp1Engine(Engine[ShardedModel]):
 
     def unsupported(self, plan: ShardPlan, device_type: str) -> list[str]:
         problems = []
-        if plan.mesh.tensor > 1:
-            problems.append("a model that tensor parallelism divides needs engine 'fsdp2'.")
+        if not plan.mesh.is_simple:
+            problems.append("axes beside 'replicate' and 'shard' need engine 'fsdp2'.")
         if any(not isinstance(unit.reshard_after_forward, bool) for unit in plan.units):
             problems.append("resharding to a smaller group after forward needs engine 'fsdp2'.")
         if any(unit.precision.output_dtype for unit in plan.units):
@@ -90,6 +90,7 @@ class Fsdp1Engine(Engine[ShardedModel]):
         mesh: DeviceMesh,
         prepare: PrepareUnit,
         wrap_root: WrapRoot | None = None,
+        experts: DeviceMesh | None = None,
     ) -> nn.Module:
         """See `Engine.apply`. Returns the ``FullyShardedDataParallel`` around ``model``."""
         order = {module: [*module._parameters] for module in model.modules()}

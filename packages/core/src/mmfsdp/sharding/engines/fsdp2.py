@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from mmfsdp.basics.dtypes import is_floating_point, to_torch
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
 from mmfsdp.planning.compiled import is_compiled
-from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
+from mmfsdp.planning.plan_records import MeshSpec, ShardUnit, UnitPrecision
 from mmfsdp.planning.policies.matching import own_parameters
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import has_forward
 from mmfsdp.runtime.calls.casting import compute_in_full_precision
 from mmfsdp.runtime.calls.unit_gates import UnitGate
 from mmfsdp.runtime.calls.unit_parts import UnitParts
-from mmfsdp.runtime.dtensors import data_mesh
+from mmfsdp.runtime.dtensors import data_mesh, data_of_experts
 from mmfsdp.runtime.engine import Engine, OptimizerStates, PrepareUnit, Showing, WrapRoot
 from mmfsdp.runtime.hooks import watch_shards
 from mmfsdp.runtime.sharded_model import ShardedModel
@@ -72,6 +72,7 @@ class Fsdp2Engine(Engine[ShardedModel]):
         mesh: DeviceMesh,
         prepare: PrepareUnit,
         wrap_root: WrapRoot | None = None,
+        experts: DeviceMesh | None = None,
     ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
         offload, data = _offload_policy(plan, mesh), data_mesh(mesh)
@@ -89,7 +90,7 @@ class Fsdp2Engine(Engine[ShardedModel]):
             compile_unit(modules, unit, plan)
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
-                mesh=data,
+                mesh=data_of_experts(experts) if unit.has_experts and experts is not None else data,
                 reshard_after_forward=_reshard(unit, plan),
                 mp_policy=_mixed_precision(unit.precision),
                 offload_policy=offload,
@@ -97,6 +98,8 @@ class Fsdp2Engine(Engine[ShardedModel]):
             )
             check_private_names(modules[0])  # type: ignore[arg-type] # its class has changed
             mend_unit(modules)
+            if unit.has_experts:
+                _average_experts(modules[0], unit, plan.mesh)
             for module in modules:
                 _keep_class_name(module)
         _set_prefetching(model, plan, first_called)
@@ -161,6 +164,19 @@ class ReplicateEngine(Fsdp2Engine):
         if plan.mesh.shard != 1:
             problems.append(f"a mesh of {plan.mesh} shards; plan with strategy 'NO_SHARD'.")
         return problems
+
+
+def _average_experts(module: nn.Module, unit: ShardUnit, mesh: MeshSpec) -> None:
+    """Have the gradients of experts divided by the number of ranks whose tokens reach them, which are all.
+
+    torch divides by the ranks that it reduces over, and those of the axis ``expert`` are not among them. It reduces
+    with another divisor by a scaled sum, which only NCCL has, and that makes zeros of bfloat16 up to 2.13 (pytorch
+    #190747). So sums are asked for, which torch divides itself; where nothing is scattered, it would divide twice.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(float(mesh.data_size))
+    if unit.shard_ranks(mesh) > 1:
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _root(state: ShardedModel) -> FSDPModule:

@@ -5,7 +5,8 @@ Every file is an ordinary torch zip whose ``'mmfsdp'`` key says what the rest is
     {'format': 'rank_local', 'version': 1, 'world_size': N, 'rank': i, 'save_id': str,
      'mesh': [ranks per dimension of the mesh],
      'tensors': {path: {'shape': [global shape], 'offsets': [start of the box per dimension],
-                        'placements': [sharded dimension or None, per mesh dimension], 'replica': number}}}
+                        'placements': [sharded dimension or None, per mesh dimension], 'replica': number,
+                        'order': [mesh dimensions as they divide], 'mesh': [ranks per dimension, if other than above]}}}
 
 A path joins ``str(key)`` of the nested keys with ``/``. The local tensor's own shape is the size of its box. What is
 not listed is the same on all ranks, and taken from rank 0. ``'mesh'``, ``'placements'`` and ``'replica'`` (which of the
@@ -170,10 +171,11 @@ def _rules(first: _RankFile) -> dict[str, EvenBoxes] | None:
     rules = {}
     for name, said in first.header["tensors"].items():
         placements, order = said.get("placements"), said.get("order", [])
-        if not isinstance(placements, list) or not isinstance(order, list):
+        own = _sizes(said.get("mesh", list(mesh)))
+        if not isinstance(placements, list) or not isinstance(order, list) or own is None:
             return None
-        rules[name] = EvenBoxes(first.boxes[name][0], mesh, tuple(placements), said.get("replica"), tuple(order))
-        if not rules[name].is_valid:
+        rules[name] = EvenBoxes(first.boxes[name][0], own, tuple(placements), said.get("replica"), tuple(order))
+        if math.prod(own) != math.prod(mesh) or not rules[name].is_valid:
             return None
     return rules
 

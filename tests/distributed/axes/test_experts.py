@@ -1,0 +1,377 @@
+"""Models whose experts transformers has divided train, save and resume on any mesh as one process does."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from tests.distributed.axes.divided_models import VOCABULARY, batch_of, train_step
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import mmfsdp
+from mmfsdp.checkpoint import convert
+from mmfsdp.errors import ConfigError, MeshError, PlanError
+from mmfsdp.runtime import find_sharded_model
+from mmfsdp.testing import run_ranks, single_rank
+
+CONFIG = {"wrap": {"kind": "module_class", "classes": "Qwen3MoeDecoderLayer"}}
+MESHES = {  # replicate, shard, tensor, and how many ranks divide experts
+    "shard 4, expert 2": (1, 4, 1, 2),
+    "shard 2, tensor 2, expert 2": (1, 2, 2, 2),
+    "replicate 2, shard 2, expert 2": (2, 2, 1, 2),
+    "expert 4": (1, 4, 1, 4),
+    "shard 4": (1, 4, 1, 1),
+}
+KINDS = {"sharded": "d", "local": "l", "full": "pth"}
+Steps = list[tuple[float, float]]
+
+
+def make_moe() -> Any:
+    """Return a small Qwen3-MoE of transformers, the same in every process."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        use_cache=False,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def make_meshes(name: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh of all parameters but experts, and that of experts."""
+    replicate, shard, tensor, expert = MESHES[name]
+    dense = init_device_mesh("cpu", (replicate, shard, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+    sizes = replicate, shard * tensor // expert, expert
+    return dense, init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "efsdp", "expert"))
+
+
+def divide(model: Any, dense: DeviceMesh, experts: DeviceMesh) -> None:
+    """Divide a model by transformers' own functions and plans."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    modules = dict(model.named_modules())
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+
+    def rules(plan: dict[str, str], *, of_experts: bool) -> dict[str, str]:
+        found = {}
+        for pattern, style in plan.items():
+            for name in names if (".experts" in pattern) == of_experts else ():
+                if re.sub(r"\.\d+\.", ".*.", name) == pattern:
+                    found[name] = style
+                    owned = () if of_experts or name not in modules else modules[name].named_parameters(recurse=False)
+                    found |= {f"{name}.{own}": style for own, _ in owned}
+        return found
+
+    ep, tp = rules(model.ep_plan, of_experts=True), rules(model.tp_plan, of_experts=False)
+    if dense["tensor"].size() > 1:
+        apply_tensor_parallelism(model, dense["tensor"], tp)
+    if experts["expert"].size() > 1:
+        apply_expert_parallelism(model, experts["expert"], dense["tensor"], ep)
+
+
+def build(name: str) -> tuple[DeviceMesh, nn.Module, torch.optim.Optimizer]:
+    """Return the mesh of all ranks, a divided and sharded model, and its optimizer."""
+    dense, experts = make_meshes(name)
+    model = make_moe()
+    divide(model, dense, experts)
+    config = CONFIG if dense.shape[0] == 1 else {**CONFIG, "sharding": {"strategy": "HYBRID_SHARD"}}
+    model = mmfsdp.shard(model, config, (dense, experts))
+    return dense, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train_alone(steps: int, model: Any = None) -> tuple[Steps, dict[str, torch.Tensor]]:
+    model = make_moe() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = batch_of(0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    optimizer.zero_grad()
+    return [train_step(model, optimizer, step) for step in range(steps)], grads
+
+
+def near(found: Steps, truth: Steps, within: float) -> None:
+    for mine, other in zip(found, truth, strict=True):
+        assert mine == pytest.approx(other, rel=within, abs=within), (found, truth)
+
+
+def train_and_save(rank: int, name: str, folder: str, truth: Steps, grads: dict[str, torch.Tensor]) -> None:
+    mesh, model, optimizer = build(name)
+    plan = find_sharded_model(model).plan
+    assert sum(param.to_local().nbytes for param in model.parameters()) == plan.param_bytes(rank)
+    near([train_step(model, optimizer, 0, mesh, seen := {})], truth[:1], 1e-5)
+    for fqn, grad in grads.items():
+        torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
+    near([train_step(model, optimizer, step, mesh) for step in range(1, 5)], truth[1:5], 1e-5)
+    for kind, suffix in KINDS.items():
+        save = mmfsdp.save_checkpoint(
+            f"{folder}/{name}.{suffix}", model, optimizer, kind=kind, blocking=kind != "local"
+        )
+        save.result()
+    mmfsdp.save_checkpoint(f"{folder}/{name}.safetensors", model, kind="safetensors")
+
+
+def everywhere(
+    rank: int, names: list[str], pairs: list[tuple[str, str, str]], folder: str, truth: Steps, grads: dict[str, Any]
+) -> None:
+    for name in names:
+        train_and_save(rank, name, folder, truth, grads)
+    for saved, name, kind in pairs:
+        mesh, model, optimizer = build(name)
+        mmfsdp.load_checkpoint(f"{folder}/{saved}.{KINDS[kind]}", model, optimizer)
+        near([train_step(model, optimizer, step, mesh) for step in range(5, 10)], truth[5:], 2e-5)
+
+
+@pytest.mark.sample("some")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("every", [False, True], ids=["some", "every"])
+def test_divided_experts_train_and_resume_on_any_mesh(every: bool, tmp_path: Path) -> None:
+    truth, grads = train_alone(10)
+    names = [*MESHES] if every else [*MESHES][:2]
+    pairs = [
+        (saved, name, kind) for (saved, name), kind in zip(itertools.product(names, names), itertools.cycle(KINDS))
+    ]
+    run_ranks(everywhere, 4, names, pairs if every else pairs[1:3], str(tmp_path), truth, grads, timeout=380)
+    for name in names:
+        whole = torch.load(tmp_path / f"{name}.pth", weights_only=True)["state_dict"]
+        assert {*whole} == {*grads}
+        live = load_file(tmp_path / f"{name}.safetensors")
+        assert all(torch.equal(value, whole[fqn]) for fqn, value in live.items())
+        for kind, suffix in KINDS.items():
+            convert(tmp_path / f"{name}.{suffix}", target := tmp_path / f"{name}-{kind}.safetensors")
+            for fqn, value in load_file(target).items():
+                assert torch.equal(value, whole[fqn]), (name, kind, fqn)
+        content = {"state_dict": {fqn: torch.zeros_like(value) for fqn, value in whole.items()}}
+        with single_rank():
+            dcp.load(content, checkpoint_id=tmp_path / f"{name}.d")
+        assert all(torch.equal(value, whole[fqn]) for fqn, value in content["state_dict"].items())
+
+
+def in_a_loop(rank: int, folder: str) -> None:
+    """Weights come from a Hugging Face folder of single experts, a manager saves and resumes, and weights go to one."""
+    mesh, model, optimizer = build("shard 4, expert 2")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    mmfsdp.load_pretrained(model, f"{folder}/hf")
+    truth = make_moe()
+    with mmfsdp.full_params(model):
+        assert all(torch.equal(param, truth.get_parameter(name)) for name, param in model.named_parameters())
+    mmfsdp.save_checkpoint(f"{folder}/out", model, kind="hf", like=f"{folder}/hf")
+    with mmfsdp.CheckpointManager(f"{folder}/run", model, optimizer, every_steps=2) as manager:
+        for step in range(2):
+            train_step(model, optimizer, step, mesh)
+            manager.step(step + 1)
+    _, again, other = build("shard 4, expert 2")
+    with mmfsdp.CheckpointManager(f"{folder}/run", again, other, every_steps=2) as manager:
+        assert manager.resume() == 2
+    assert train_step(again, other, 2, mesh) == train_step(model, optimizer, 2, mesh)
+
+
+def test_a_folder_of_single_experts_in_and_out(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_moe().save_pretrained(tmp_path / "hf")
+    run_ranks(in_a_loop, 4, str(tmp_path))
+    found, truth = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), make_moe()
+    assert all(torch.equal(param, truth.get_parameter(name)) for name, param in found.named_parameters())
+
+
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4},
+    "GptOss": {"num_local_experts": 4, "head_dim": 12},
+    "DeepseekV3": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 8),
+    },
+    "Glm4Moe": {"moe_intermediate_size": 32, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 12},
+    "Olmoe": {"num_experts": 4, "eos_token_id": None},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 12, "moe_intermediate_size": 32},
+}
+
+
+def make_family(name: str) -> Any:
+    """Return a small model of a family of transformers, the same in every process."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **FAMILIES[name],
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def divided_here(rank: int, truths: dict[str, tuple[Steps, dict[str, torch.Tensor]]]) -> None:
+    for name, (truth, grads) in truths.items():
+        for sizes in ("shard 4, expert 2", "replicate 2, shard 2, expert 2"):
+            dense, experts = make_meshes(sizes)
+            model = make_family(name)
+            for fqn, module in model.named_modules():
+                if fqn.endswith(".experts"):
+                    mmfsdp.divide_experts(module, experts["expert"])
+            layer = type(model.model.layers[0]).__name__
+            model = mmfsdp.shard(model, mesh=(dense, experts), wrap={"kind": "module_class", "classes": layer})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            near([train_step(model, optimizer, step, dense, seen := {}) for step in range(1)], truth[:1], 1e-5)
+            for fqn, grad in grads.items():
+                torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
+            near([train_step(model, optimizer, step, dense) for step in range(1, 3)], truth[1:], 1e-5)
+
+
+@pytest.mark.sample("some")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [[*FAMILIES][:1], [*FAMILIES][1:]], ids=["some", "others"])
+def test_experts_of_families(names: list[str]) -> None:
+    truths = {name: train_alone(3, make_family(name)) for name in names}
+    run_ranks(divided_here, 4, truths, timeout=380)
+
+
+class Routed(nn.Module):
+    """Experts of which tokens choose the first two only, between two layers that tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down, self.router = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.experts = Stack()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(self.up(inputs).relu())
+        weights = self.router(hidden)[:, :2].softmax(-1)
+        chosen = torch.zeros_like(weights, dtype=torch.long)
+        chosen[:, 1] = 1
+        return hidden + self.experts(hidden, chosen, weights)
+
+
+class Stack(nn.Module):
+    """Four experts, each one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        made = torch.einsum("tkoi,ti->tko", self.weight[experts], tokens).tanh()
+        return (made * weights[..., None]).sum(1)
+
+
+def without_tokens(rank: int, inputs: torch.Tensor, truth: dict[str, torch.Tensor]) -> None:
+    for name in ("shard 2, tensor 2, expert 2", "expert 4", "shard 4, expert 2"):
+        dense, experts = make_meshes(name)
+        model = Routed()
+        shared = dense["tensor"] if dense["tensor"].size() > 1 else None
+        if shared is not None:
+            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, shared, styles, src_data_rank=None)
+        mmfsdp.divide_experts(model.experts, experts["expert"], shared)
+        model = mmfsdp.shard(model, {"activation_checkpointing": {"modules": "Stack"}}, (dense, experts))
+        own = inputs.chunk(mmfsdp.data_parallel_size(model))[mmfsdp.data_parallel_rank(model)]
+        model(own).square().mean().backward()
+        with mmfsdp.full_params(model, with_grads=True, writeback=False):
+            for fqn, param in model.named_parameters():
+                torch.testing.assert_close(param.grad, truth[fqn], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_without_tokens() -> None:
+    model = Routed()
+    model(inputs := torch.randn(12, 8)).square().mean().backward()
+    run_ranks(without_tokens, 4, inputs, {name: param.grad for name, param in model.named_parameters()})
+
+
+class Experts(nn.Module):
+    """Two stacks of experts' weights, and one weight that is no expert's."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(4, 6, 6)), nn.Parameter(torch.ones(4, 6, 6))
+        self.scale = nn.Parameter(torch.ones(6)) if shared else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+
+def refusals(rank: int) -> None:
+    dense, experts = make_meshes("shard 4, expert 2")
+
+    def refused(expected: str, kind: type[Exception], mesh: Any, *, shared: bool = False, **settings: Any) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), Experts(shared))
+        for name in ("up", "down"):
+            whole = model[1].get_parameter(name)
+            setattr(model[1], name, nn.Parameter(distribute_tensor(whole.data, experts["expert"], [Shard(0)])))
+        with pytest.raises(kind, match=expected):
+            mmfsdp.shard(model, settings, mesh)
+
+    refused("but the model is planned for 4 ranks. Give the mesh that 'expert' is an axis of", PlanError, dense)
+    refused("no mesh of experts is given. Give two meshes: .mesh, experts.", MeshError, {"shard": 4, "expert": 2})
+    refused(
+        "holds experts, .* and '1.scale', which the axis 'expert' does not divide",
+        PlanError,
+        (dense, experts),
+        shared=True,
+    )
+    refused("axes beside 'replicate' and 'shard' need engine 'fsdp2'", ConfigError, (dense, experts), engine="fsdp1")
+    refused(
+        "has the dimensions 'efsdp' and 'expert', which may follow 'replicate'; this one has", MeshError, (dense, dense)
+    )
+    wrong = init_device_mesh("cpu", (4, 1), mesh_dim_names=("efsdp", "ep"))
+    refused("no parameter is divided along|is planned for 4 ranks", PlanError, (dense, wrong))
+    strided = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    other = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("efsdp", "expert"))
+    refused("number other ranks, or the same ones in another order", MeshError, (strided, other))
+    model = nn.Sequential(nn.Linear(6, 6), Experts(shared=False))
+    for name in ("up", "down"):
+        setattr(model[1], name, nn.Parameter(distribute_tensor(torch.ones(4, 6, 6), other["expert"], [Shard(0)])))
+    with pytest.raises(
+        PlanError, match=r"'1.up' is divided over the ranks \[\d, \d\], but the axis 'expert' of the given"
+    ):
+        mmfsdp.shard(model, mesh=(dense, experts))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    refused("has the axis 'expert', which divides the same ranks in another way", MeshError, both)
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    run_ranks(refusals, 4)
+
+
+def test_a_plan_says_where_experts_lie() -> None:
+    spec = {"replicate": 2, "shard": 8, "tensor": 2, "expert": 4}
+    with pytest.raises(PlanError, match=r"2 x 8 x 2 ranks .*; experts over 4., but no parameter is divided"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh=spec)
+    with pytest.raises(MeshError, match="The axis 'expert' has 3 ranks, which do not divide the 8 of shard"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh={"shard": 8, "expert": 3})
+    with pytest.raises(MeshError, match="no number of it is left open"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh={"shard": 8, "expert": -1})
