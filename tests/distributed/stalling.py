@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import mmfsdp
 from mmfsdp.testing import single_rank
@@ -69,6 +70,8 @@ def train(job: str, rank: int, ranks: int) -> None:
         time.sleep(1.0)  # all tell where they are
         if job == "hang" and rank == 1:
             forget_the_others()
+        if job == "hang in checkpoint" and rank == 1:
+            checkpoint(forget_the_others, use_reentrant=False)  # dynamo's frames are around it, but nothing compiles
         if job == "hang in fsdp1" and rank == 1:
             model.module[2].module.register_forward_pre_hook(lambda *_: forget_the_others())
         if (job == "stopped first" and rank == 0) or (job == "stopped last" and rank == 2):

@@ -228,7 +228,7 @@ def dying(rank: int) -> str:
 
 def test_a_dead_rank_is_noticed_long_before_the_timeout() -> None:
     begin = time.monotonic()
-    with pytest.raises(RankError, match="rank 2 died"):
+    with pytest.raises(RankError, match="rank 2 died with exit code 1"):
         run_ranks(dying, 3)
     assert time.monotonic() - begin < 60
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from tests.forked_scripts import python
 
-from mmfsdp.testing import RankError, run_alone
+from mmfsdp.testing import RankError, run_alone, run_ranks
 
 SCRIPT = """
 import multiprocessing
@@ -94,3 +95,14 @@ def test_jobs_share_processes_that_are_worlds_of_their_own() -> None:
     assert run_alone(place, []) == []
     with pytest.raises(RankError, match=r"place failed on rank 0:(.|\n)*too many"):
         run_alone(place, [(1,), (5,)])
+
+
+def crashing(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(30)
+
+
+def test_a_rank_that_crashes_tells_the_signal_and_its_stack() -> None:
+    with pytest.raises(RankError, match=r"(?s)crashing: rank 1 died of SIGSEGV\. It was here:.* in crashing\n"):
+        run_ranks(crashing, 2)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.forked_scripts import run_script
 from torch import nn
 
 import mmfsdp
 from mmfsdp import errors
 from mmfsdp.runtime.ranks.stalled_ranks import Judge, Whereabouts
+from mmfsdp.runtime.ranks.thread_stacks import stack_of, takes_long
 from mmfsdp.testing import single_rank
 
 PROGRAM = Path(__file__).parents[1].joinpath("stalling.py")
 RANKS = {"hang": 3, "hang in fsdp1": 3, "stopped first": 3, "stopped last": 3, "dead": 3}
-RANKS |= {"evaluation": 2, "compile": 2, "save": 2}
+RANKS |= {"hang in checkpoint": 2, "evaluation": 2, "compile": 2, "save": 2}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
     ("what", "rank", "said"),
     [
         ("hang", 1, ["forget_the_others", "between an optimizer step and the next shard unit, after 2 steps"]),
+        ("hang in checkpoint", 1, ["forget_the_others", "after 2 steps"]),
         ("hang in fsdp1", 1, ["forget_the_others", "computing the shard unit '2', after 2 steps"]),
         ("stopped first", 0, ["It answers to nothing: it is stopped", "after 2 steps"]),
         ("stopped last", 2, ["It answers to nothing: it is stopped", "after 2 steps"]),
@@ -105,3 +111,62 @@ def test_wrong_limits_are_refused() -> None:
                 mmfsdp.watch_ranks(model, wrong)
         with mmfsdp.watch_ranks(model, 0.5):
             time.sleep(1.2)
+
+
+def seen_by_another_thread() -> list[traceback.StackSummary | None]:
+    main, found = threading.get_ident(), list[traceback.StackSummary | None]()
+    other = threading.Thread(target=lambda: found.append(stack_of(main)), name='x] (most "\n\n  File "y", line 1 in z')
+    other.start()
+    other.join()
+    return found
+
+
+def down(calls: int) -> list[traceback.StackSummary | None]:
+    return down(calls - 1) if calls else seen_by_another_thread()
+
+
+def test_the_stack_of_a_thread_is_read_from_another_one() -> None:
+    for calls in (5, 300):
+        (stack,) = down(calls)
+        assert stack is not None
+        names = [call.name for call in stack]
+        assert "seen_by_another_thread" in names
+        assert names.count("down") == 6 if calls == 5 else len(names) == 100
+        assert not takes_long(stack)
+    stop = threading.Event()
+    many = [threading.Thread(target=stop.wait) for _ in range(120)]
+    for thread in many:
+        thread.start()
+    assert seen_by_another_thread() == [None], "of more than 100 threads, not all are shown"
+    stop.set()
+    for thread in many:
+        thread.join()
+    assert seen_by_another_thread() != [None]
+
+
+def test_only_a_unit_that_is_compiled_takes_long_not_one_that_runs_compiled() -> None:
+    compiling, running = [], []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiling.append(traceback.extract_stack())
+        return graph.forward
+
+    @torch.compiler.disable
+    def look(x: torch.Tensor) -> torch.Tensor:
+        running.append(traceback.extract_stack())
+        return x
+
+    torch.compile(lambda x: look(x.sin()).cos(), backend=backend)(torch.ones(2))
+    assert [*map(takes_long, compiling)] == [True, True]
+    assert [*map(takes_long, running)] == [False]
+    assert any("_dynamo" in call.filename for call in running[0])
+
+
+def test_an_error_of_the_watch_itself_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    with single_rank():
+        model = mmfsdp.shard(nn.Linear(2, 2))
+        with mmfsdp.watch_ranks(model, 0.5) as watch:
+            watch._points.doing = object()  # type: ignore[assignment] # cannot be sent
+            watch._thread.join(10)
+            assert not watch._thread.is_alive()
+    assert "no rank is watched any more" in caplog.text

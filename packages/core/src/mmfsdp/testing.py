@@ -239,8 +239,22 @@ class _Pool:
             answer: _Answer = pipe.recv()
         except (EOFError, ConnectionResetError):
             rank = self._pipes.index(pipe)
-            raise RankError(f"{function.__name__}: rank {rank} died.", rank=rank) from None
+            raise RankError(f"{function.__name__}: rank {rank} {self._death(rank)}", rank=rank) from None
         return answer
+
+    def _death(self, rank: int) -> str:
+        """Return how a rank died, and its stacks if it could write them: on a segmentation fault, for example."""
+        process, path = self._processes[rank], _stacks(self._folder.name, rank)
+        process.join(timeout=_GRACE)
+        code = process.exitcode
+        if code is None:
+            return "died, or closed its connection."
+        if code >= 0:
+            return f"died with exit code {code}."
+        name = signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        stacks = path.read_text(errors="replace") if path.exists() else ""
+        return f"died of {name}{hint}." + (f" It was here:\n{stacks}" if stacks else "")
 
     def _close(self) -> None:
         """Ask idle ranks to end, so that coverage can save its data, and kill the others."""
@@ -292,6 +306,7 @@ def _serve(rank: int, world_size: int, folder: str, environ: dict[str, str], pip
     if hasattr(signal, "SIGUSR1"):
         stacks = _stacks(folder, rank).open("w")  # as long as the process lives
         faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.enable(stacks)
     gc.freeze()  # what the server has imported is never garbage, and looking through it takes long
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import re
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +23,7 @@ from mmfsdp.collective.steps import check_same_arguments
 from mmfsdp.errors import ConfigError
 from mmfsdp.runtime.fsdp1.flat_params import watch_flat_units
 from mmfsdp.runtime.ranks.stalled_ranks import Judge, Whereabouts
+from mmfsdp.runtime.ranks.thread_stacks import stack_of, takes_long
 from mmfsdp.runtime.sharded_model import find_sharded_model
 from mmfsdp.runtime.torch_fsdp2.observing import Subscriber, Turn, subscribe, unsubscribe
 from mmfsdp.runtime.torch_fsdp2.param_groups import Group, name_of
@@ -33,8 +33,6 @@ __all__ = ["watch_ranks"]
 _PATIENCE = 5.0  # seconds in which the error of a collective may end this process, once another one is gone
 _EXIT_CODE = 75
 _SILENT = " It answers to nothing: it is stopped, or its host is cut off."
-_SLOW_PARTS = tuple(os.path.join("torch", part, "") for part in ("_dynamo", "_inductor", "_functorch"))
-_SLOW_PARTS += (os.path.join("mmfsdp", "saving", ""), os.path.join("torch", "distributed", "checkpoint", ""))
 _log = logging.getLogger("mmfsdp.runtime")
 
 
@@ -77,6 +75,7 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         self._pulse = Pulse(self._scope)
         self._left = threading.Event()
         self._moved = 0, monotonic()
+        self._is_blind = False
         thread = threading.Thread(target=self._watch, name="mmfsdp watch", daemon=True)
         thread.start()
         self._thread = thread
@@ -95,6 +94,14 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         self._leave_flat()
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_left()
+        except Exception:
+            # Its silence would look like a stall, so that the others would end a job that is well.
+            _log.exception("This rank can no longer be watched, so that no rank is watched any more, after this error:")
+            self._pulse.send("left")
+
+    def _watch_until_left(self) -> None:
         pause = min(1.0, self._limit / 5)
         judge = Judge(self._scope.size, self._limit, monotonic())
         left, gone = set[int](), dict[int, float]()
@@ -148,33 +155,29 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
     def _end(self, text: str) -> None:
         """Print the reason and this process's stacks, and end it. Its main thread may be waiting and never return."""
         me = f"rank {self._scope.rank} on host {host_of()!r}"
-        os.write(2, f"mmfsdp: {me} ends with exit code {_EXIT_CODE}. {text}\nStacks of {me}:\n".encode())
+        said = f"mmfsdp: {me} ends with exit code {_EXIT_CODE}. {text}\nStacks of {me}:\n"
+        with suppress(OSError):  # nobody reads standard error any more
+            os.write(2, said.encode(errors="backslashreplace"))
         faulthandler.dump_traceback(2)
         os._exit(_EXIT_CODE)
 
     def _whereabouts(self) -> Whereabouts:
         progress, step, doing = self._points.progress, self._points.step, self._points.doing
-        if progress != self._moved[0]:
+        if moves := progress != self._moved[0]:
             self._moved = progress, monotonic()
-        stack = _stack_of(self._main)
-        busy = any(part in line.filename for line in stack for part in _SLOW_PARTS)
+        stack = (
+            traceback.StackSummary() if moves else stack_of(self._main)
+        )  # a rank that moves is not held up, whatever it does
+        if stack is None and not self._is_blind:
+            self._is_blind = True
+            _log.warning(
+                "This process cannot read where its main thread is, as with more than 100 threads. If this rank stops "
+                "while the process lives, the others wait until the backend's timeout."
+            )
         long = monotonic() - self._moved[1] > self._limit / 2
-        return Whereabouts(host_of(), progress, step, doing, busy, "".join(stack.format())[-8000:] if long else "")
-
-
-def _stack_of(thread: int) -> traceback.StackSummary:
-    """Return the last 40 calls of a thread that goes on running.
-
-    Its frames cannot be walked from Python: between two steps the thread runs, and frees what the next step reads.
-    """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        dump = file.read().decode("ascii", "replace")
-    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?: .*\n)*)", dump)
-    calls = re.findall(r'File "(.*)", line (\d+) in (.*)', found[1] if found else "")
-    lasting = [(file, int(line), name, None) for file, line, name in reversed(calls[:40])]
-    return traceback.StackSummary.from_list(lasting)
+        lines = "".join(traceback.format_list(stack[-40:]))[-8000:] if stack and long else ""
+        busy = stack is None or takes_long(stack)
+        return Whereabouts(host_of(), progress, step, doing, busy, lines)
 
 
 class _Points(Subscriber):

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -129,7 +130,8 @@ class Stopping:
                 return
             for number in numbers:
                 if self._former != -1 and number:
-                    os.write(self._former, bytes([number]))  # for whoever had the pipe before, such as an event loop
+                    with suppress(OSError):  # full, or closed since: this thread must go on
+                        os.write(self._former, bytes([number]))  # for who had the pipe before, such as an event loop
                 if number in self._taken or not number:
                     self._begin(signal.Signals(number).name if number else "A request to stop")
 
@@ -144,7 +146,8 @@ class Stopping:
     def _end(self) -> None:
         """End the process; the main thread may be anywhere, and hold any lock, even the logger's."""
         text = f"mmfsdp: the step or save did not end within {self._grace:g} s of the signal. {self._kept()}\n"
-        os.write(2, text.encode())
+        with suppress(OSError):  # nobody reads standard error any more
+            os.write(2, text.encode())
         os._exit(self._code)
 
 
