@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from mmfsdp.basics.dtypes import is_floating_point, to_torch
 from mmfsdp.basics.torch_releases import SHARDS_INTEGERS, torch_has
 from mmfsdp.planning.compiled import is_compiled
-from mmfsdp.planning.plan_records import MeshSpec, ShardUnit, UnitPrecision
+from mmfsdp.planning.plan_records import ShardUnit, UnitPrecision
 from mmfsdp.planning.policies.matching import own_parameters
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.planning.units import has_forward
@@ -39,6 +39,7 @@ from mmfsdp.runtime.torch_fsdp2.private_names import check_private_names
 from mmfsdp.runtime.torch_fsdp2.unit_hooks import mend_unit
 from mmfsdp.runtime.whole_params import show_dtensors
 from mmfsdp.sharding.compiling import compile_unit
+from mmfsdp.sharding.engines.expert_gradients import ExpertGradients
 from mmfsdp.state.optimizers.dtensor_optimizer import DTensorStates
 
 __all__ = ["Fsdp2Engine", "ReplicateEngine"]
@@ -76,6 +77,8 @@ class Fsdp2Engine(Engine[ShardedModel]):
     ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
         offload, data = _offload_policy(plan, mesh), data_mesh(mesh)
+        data_of = {False: data, True: data if experts is None else data_of_experts(experts)}
+        divide_gradients = ExpertGradients(data_of[True], plan.mesh.data_size)
         first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
@@ -88,18 +91,19 @@ class Fsdp2Engine(Engine[ShardedModel]):
                 for module in modules:
                     compute_in_full_precision(module)
             compile_unit(modules, unit, plan)
+            policy = _mixed_precision(unit.precision)
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
-                mesh=data_of_experts(experts) if unit.has_experts and experts is not None else data,
+                mesh=data_of[unit.has_experts],
                 reshard_after_forward=_reshard(unit, plan),
-                mp_policy=_mixed_precision(unit.precision),
+                mp_policy=policy,
                 offload_policy=offload,
                 ignored_params=ignored or None,
             )
             check_private_names(modules[0])  # type: ignore[arg-type] # its class has changed
             mend_unit(modules)
             if unit.has_experts:
-                _average_experts(modules[0], unit, plan.mesh)
+                divide_gradients(modules[0], policy)
             for module in modules:
                 _keep_class_name(module)
         _set_prefetching(model, plan, first_called)
@@ -164,19 +168,6 @@ class ReplicateEngine(Fsdp2Engine):
         if plan.mesh.shard != 1:
             problems.append(f"a mesh of {plan.mesh} shards; plan with strategy 'NO_SHARD'.")
         return problems
-
-
-def _average_experts(module: nn.Module, unit: ShardUnit, mesh: MeshSpec) -> None:
-    """Have the gradients of experts divided by the number of ranks whose tokens reach them, which are all.
-
-    torch divides by the ranks that it reduces over, and those of the axis ``expert`` are not among them. It reduces
-    with another divisor by a scaled sum, which only NCCL has, and that makes zeros of bfloat16 up to 2.13 (pytorch
-    #190747). So sums are asked for, which torch divides itself; where nothing is scattered, it would divide twice.
-    """
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(float(mesh.data_size))
-    if unit.shard_ranks(mesh) > 1:
-        module.set_force_sum_reduction_for_comms(True)
 
 
 def _root(state: ShardedModel) -> FSDPModule:
