@@ -143,7 +143,10 @@ def test_whenever_a_signal_comes_ranks_leave_at_one_step_and_resume_exactly(tmp_
 
 
 SLOW_STEP = """
-import logging, sys, time, torch, torch.distributed as dist, mmfsdp
+import logging, os, signal, sys, time, torch, torch.distributed as dist, mmfsdp
+former = os.dup2(os.pipe()[1], 200, inheritable=False)  # an event loop's, which has ended when the signals come
+os.set_blocking(former, False)
+signal.set_wakeup_fd(former)
 logging.basicConfig(format="%(message)s")
 dist.init_process_group("gloo")
 model = mmfsdp.shard(torch.nn.Linear(4, 4))
@@ -152,6 +155,7 @@ with mmfsdp.CheckpointManager(sys.argv[1], model, grace_seconds=1.0, exit_code=i
     manager.step(5)
     while not manager._loop.ledger.pending[1].done():  # saved in the background, while the step goes on
         time.sleep(0.05)
+    os.close(former)
     print("training", flush=True)
     time.sleep(60)
 """

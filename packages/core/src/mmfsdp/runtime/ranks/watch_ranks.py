@@ -165,9 +165,8 @@ class watch_ranks:  # noqa: N801 - a context, as a function is
         progress, step, doing = self._points.progress, self._points.step, self._points.doing
         if moves := progress != self._moved[0]:
             self._moved = progress, monotonic()
-        stack = (
-            traceback.StackSummary() if moves else stack_of(self._main)
-        )  # a rank that moves is not held up, whatever it does
+        # A rank that moves is not held up, whatever it does.
+        stack = traceback.StackSummary() if moves else stack_of(self._main)
         if stack is None and not self._is_blind:
             self._is_blind = True
             _log.warning(
