@@ -35,6 +35,7 @@ from mmfsdp.planning.precision.unit_dtypes import (
     unit_reshard,
 )
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.planning.tied_weights import check_tied
 from mmfsdp.planning.units import draft_units, has_forward
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def plan(
     entries = _param_entries(model, config.precision.storage_dtype)
     ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, whole=True)
     check_divided(model, spec, {id(param) for param in ignored.params})
+    check_tied(model)
     notes = [*_engine_notes(config, engine), *ignored.notes]
 
     wanted = config.wrap if policy is None else policy

@@ -24,14 +24,14 @@ from mmfsdp.basics.text import clean_fqn
 from mmfsdp.collective.lost_ranks import Waiting
 from mmfsdp.collective.scopes import Scope, scope_of
 from mmfsdp.collective.steps import all_equal, any_of, gather_objects, on_all_ranks
-from mmfsdp.errors import PlanError, RankMismatchError
+from mmfsdp.errors import PlanError, RankMismatchError, ShardStateError
 from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.dtensors import data_mesh
 from mmfsdp.runtime.sharded_model import ShardedModel
 
-__all__ = ["check_equal", "check_foreign", "watch_model_axes"]
+__all__ = ["check_drawn", "check_equal", "check_foreign", "watch_model_axes"]
 
 _FORWARDS = 3
 """How many training forwards are compared."""
@@ -54,6 +54,8 @@ def watch_model_axes(state: ShardedModel) -> None:
         live = me()
         if live is None or not torch.is_grad_enabled() or live.is_running:
             return
+        if left == _FORWARDS:
+            check_drawn(live)
         check_equal(live)
         for axis in watched:
             axis.begin(live, [args, kwargs])
@@ -173,7 +175,40 @@ def _refuse(unequal: tuple[str, int] | None, ranks: list[int], name: str) -> Non
             f"{fqn!r} differs between the ranks {ranks[0]} and {ranks[other]}, which are in one group of the axis "
             f"{name!r}. Nothing divides it along this axis, so its values must stay equal: give these ranks the same "
             "weights, batches and seeds, and sum its gradient over the axis where each of them sees a part of the "
-            "sequence (torch's SequenceParallel style does)."
+            "sequence or of the heads (torch's SequenceParallel style does, with sequence_dim=2 for norms of heads)."
+        )
+
+
+def check_drawn(state: ShardedModel) -> None:
+    """Check that the parts of parameters that an axis divides are not all the same. Collective: every rank of the mesh.
+
+    torch draws them alike if a model on the CPU is initialised after it was divided. A single parameter may repeat
+    itself along an axis, as keys that are copied for more ranks do, so one that does not is enough.
+
+    Raises:
+        ShardStateError: They all are; raised on every rank.
+    """
+    own = {clean_fqn(fqn): param for fqn, param in state.module.named_parameters(remove_duplicate=False)}
+    for name in _axes(state):
+        if axis_of(name) != "tensor":  # experts may begin as copies of one
+            continue
+        entries = (param for unit in state.plan.units for param in unit.params if "tensor" in dict(param.divided))
+        parts = {entry.fqn: _local(own[entry.fqn]) for entry in entries}
+        varied = any(part.numel() > 1 and bool((part != part.flatten()[0]).any()) for part in parts.values())
+        sums = torch.stack([_sum_of_bits(part) for part in parts.values()])
+        least, most = sums.clone(), sums
+        group = state.mesh.get_group(name)
+        with Waiting(f"comparing the parts of parameters along the axis {name!r}"):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        alike = {fqn for fqn, same in zip(parts, (least == most).all(1).tolist(), strict=True) if same}
+        if any_of(state.scope, len(alike) < len(parts)) or not any_of(state.scope, varied):
+            continue
+        raise ShardStateError(
+            f"Of every parameter that {name!r} divides, the ranks of this axis hold the same values. torch draws them "
+            "so on the CPU if a model is initialised after it was divided. Initialise it alike on all ranks, then "
+            "divide it; or load weights after shard().",
+            fqn=next(iter(parts)),
         )
 
 

@@ -14,11 +14,13 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mmfsdp.basics.text import clean_fqn
+from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 from mmfsdp.planning.plan_records import ParamEntry, ShardUnit
 from mmfsdp.runtime.sharded_model import ShardedModel
 
 __all__ = ["explain_forward_error"]
 
+_HEADS = ("q_proj", "k_proj", "v_proj")
 _WRITTEN = re.compile(r"\baten\.[a-z]\w*_\.")  # operators that work in place
 
 
@@ -34,6 +36,9 @@ def explain_forward_error(error: BaseException, state: ShardedModel) -> None:
     """
     if "dtype" in str(error) and (moved := _converted(state)):
         error.add_note(moved)
+        return
+    if "shape" in str(error) and (cut := _cut_heads(state)):
+        error.add_note(cut)
         return
     if not state.is_fsdp1 and "DTensor" not in str(error):
         return
@@ -75,6 +80,22 @@ def _converted(state: ShardedModel) -> str | None:
                 f"mmfsdp: {param.fqn!r} was sharded in {stored} and has been converted to {found.dtype} since, which "
                 "torch allows only before the first forward. Convert the model before shard(), or set "
                 "precision.storage_dtype."
+            )
+    return None
+
+
+def _cut_heads(state: ShardedModel) -> str | None:
+    """Return a note if tensor parallelism gives a rank a part of an attention head."""
+    for param in state.plan.all_params():
+        parts = state.plan.mesh.axes.get("tensor", 1)
+        owner, _, layer = param.fqn.rpartition(".")[0].rpartition(".")
+        size = getattr(state.module.get_submodule(owner), "head_dim", None) if layer in _HEADS else None
+        if ("tensor", 0) not in param.divided or not isinstance(size, int) or param.shape[0] % size:
+            continue
+        if -(-param.shape[0] // parts) % size:
+            return (
+                f"mmfsdp: the axis 'tensor' divides {param.fqn!r} over {parts} ranks, which cuts a head: its heads, "
+                f"{param.shape[0] // size} in all, have {size} rows each. Give each rank as many whole heads."
             )
     return None
 
@@ -142,8 +163,8 @@ def _value(state: ShardedModel, name: str) -> Any:
 def _is_in_pieces(state: ShardedModel, name: str) -> bool:
     """Return whether a module that expects the whole parameter sees only a shard, or nothing."""
     value = _value(state, name)
-    if isinstance(value, DTensor):
-        return True
+    if isinstance(value, DTensor):  # tensor parallelism keeps a gathered parameter on its own axis
+        return not {*map(axis_of, value.device_mesh.mesh_dim_names or ("",))} <= {*MODEL_AXES}
     if not isinstance(value, torch.Tensor):
         return state.is_fsdp1
     [shape] = [param.shape for param in state.plan.all_params() if name in _names_of(param)]
