@@ -17,6 +17,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import mmfsdp
@@ -104,18 +106,28 @@ class Pipeline:
     """The stages of this rank, sharded, with an optimizer for each and one of torch's schedules."""
 
     def __init__(
-        self, mesh: DeviceMesh, name: str, whole: tuple[str, ...] = (), *, spare: bool = False, free: bool = True
+        self,
+        mesh: DeviceMesh,
+        name: str,
+        whole: tuple[str, ...] = (),
+        *,
+        spare: bool = False,
+        free: bool = True,
+        strategy: str = "FULL_SHARD",
     ) -> None:
         schedule, per_rank = (SCHEDULES | _SPLIT)[name]
         self.group = mesh.get_group("pipe")
         self.mesh, rank, ranks = mesh, mesh.get_local_rank("pipe"), mesh["pipe"].size()
+        self.data_rank, self.data_ranks = mmfsdp.data_parallel_rank(mesh), mmfsdp.data_parallel_size(mesh)
         count = ranks * per_rank
         self.indices = [rank + ranks * turn for turn in range(per_rank)]
         self.stages = []
         for index in self.indices:
-            stage = stage_of(make_net(spare=spare and mesh.get_local_rank("shard") == 0), index, count)
+            stage = stage_of(make_net(spare=spare and self.data_rank == 0), index, count)
+            if "tensor" in (mesh.mesh_dim_names or ()):
+                parallelize_module(stage, mesh["tensor"], _styles_of(stage))
             ignored = [name for name, _ in stage.named_modules() if name in whole]
-            sharding = {"ignored_modules": ignored, "reshard_after_forward": free}
+            sharding = {"strategy": strategy, "ignored_modules": ignored, "reshard_after_forward": free}
             self.stages.append(mmfsdp.shard(stage, {**CONFIG, "sharding": sharding}, mesh))
         self.params = [param for stage in self.stages for param in stage.parameters()]
         self.optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in self.stages]
@@ -132,13 +144,13 @@ class Pipeline:
 
     def run(self, step: int) -> float:
         """Run forward and backward of a step, and return the loss of all ranks."""
-        tokens = batch_of(step).chunk(self.mesh["shard"].size())[self.mesh.get_local_rank("shard")]
+        tokens = batch_of(step).chunk(self.data_ranks)[self.data_rank]
         losses: list[torch.Tensor] = []
         given = {"target": tokens, "losses": losses} if self.has_last else {}
         self.schedule.step(*([tokens] if self.has_first else []), **given)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
         dist.all_reduce(loss)
-        return float(loss) / self.mesh["shard"].size()
+        return float(loss) * self.mesh["pipe"].size() / self.mesh.size()
 
     def train(self, step: int) -> tuple[float, float]:
         """Train a step, and return the loss of all ranks and the norm of the gradients."""
@@ -148,6 +160,16 @@ class Pipeline:
             optimizer.step()
             optimizer.zero_grad()
         return loss, float(norm)
+
+
+def _styles_of(stage: Net) -> dict[str, Any]:
+    """Return torch's styles of the modules that a stage has."""
+    styles: dict[str, Any] = {}
+    for number in stage.blocks:
+        styles |= {f"blocks.{number}.up": ColwiseParallel(), f"blocks.{number}.down": RowwiseParallel()}
+    if stage.head is not None:
+        styles["head"] = ColwiseParallel(output_layouts=Replicate())
+    return styles
 
 
 def train_alone(steps: int, *, spare: bool = False) -> tuple[list[tuple[float, float]], Net, torch.optim.Optimizer]:

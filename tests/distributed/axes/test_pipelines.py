@@ -24,8 +24,17 @@ from tests.distributed.axes.staged_models import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mmfsdp
+from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
 from mmfsdp.checkpoint import TargetExistsError, convert
-from mmfsdp.errors import ConfigError, RankMismatchError, ShardStateError, StateDictError, UnsupportedCallError
+from mmfsdp.errors import (
+    ConfigError,
+    GradScalerError,
+    MeshError,
+    RankMismatchError,
+    ShardStateError,
+    StateDictError,
+    UnsupportedCallError,
+)
 from mmfsdp.testing import run_ranks, single_rank
 
 Steps = list[tuple[float, float]]
@@ -166,3 +175,74 @@ def apart(rank: int, truth: Steps, used: Steps) -> None:
 
 def test_whole_parameters_and_those_of_some_ranks_are_averaged_in_stages() -> None:
     run_ranks(apart, 4, train_alone(3)[0], train_alone(3, spare=True)[0])
+
+
+def on_axes(rank: int, folder: str, truth: Steps) -> None:
+    """Stages that are divided, or replicated by a name of the mesh or by a strategy, save and resume on each other."""
+    meshes: dict[str, DeviceMesh] = {}
+    if torch_has(KEEPS_ROOT_MESH):
+        meshes["divided"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipe", "shard", "tensor"))
+    hybrid = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipe", "replicate", "shard"))
+    meshes |= {"FULL_SHARD": hybrid, "NO_SHARD": hybrid}
+    for name, mesh in meshes.items():
+        strategy = name.replace("divided", "FULL_SHARD")
+        pipeline = Pipeline(mesh, "interleaved" if name == "divided" else "1f1b", strategy=strategy)
+        for step in range(3):
+            assert pipeline.train(step) == pytest.approx(truth[step], rel=1e-6, abs=1e-6), (name, step)
+        mmfsdp.save_stages(f"{folder}/{name}", pipeline.stages, pipeline.optimizers, mesh=mesh)
+    for saved, name in zip(meshes, [*meshes][1:] + [*meshes][:1], strict=True):
+        pipeline = Pipeline(meshes[name], "gpipe")
+        mmfsdp.load_checkpoint(f"{folder}/{saved}", pipeline.stages[0], pipeline.optimizers[0], part=True)
+        assert pipeline.train(3) == pytest.approx(truth[3], rel=1e-5, abs=1e-5), (saved, name)
+    with pytest.raises(MeshError, match=r"shards nothing.*Use 'NO_SHARD'"):
+        Pipeline(hybrid, "1f1b", strategy="HYBRID_SHARD")
+
+
+def test_stages_that_are_divided_or_replicated_train_and_resume_as_one_process(tmp_path: Path) -> None:
+    run_ranks(on_axes, 4, str(tmp_path), train_alone(4)[0])
+    _, model, _ = train_alone(3)
+    for saved in tmp_path.iterdir():
+        convert(saved, target := saved / "all.safetensors")
+        found = load_file(target)
+        assert found.keys() == model.state_dict().keys()
+        for fqn, value in model.state_dict().items():
+            torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+
+
+def alone(rank: int, folder: str) -> None:
+    """Each stage is a model of its own, which saves in the background and resumes from a directory of its own."""
+    mesh = make_mesh()
+    own = f"{folder}/{mesh.get_local_rank('pipe')}"
+    pipeline, again = Pipeline(mesh, "1f1b"), Pipeline(mesh, "1f1b")
+    with mmfsdp.CheckpointManager(f"{own}/run", pipeline.stages[0], pipeline.optimizers[0], every_steps=1) as manager:
+        pipeline.train(0)
+        manager.step(1)
+        save = mmfsdp.save_checkpoint(
+            f"{own}/local", pipeline.stages[0], pipeline.optimizers[0], kind="local", blocking=False
+        )
+        rest = [pipeline.train(step) for step in (1, 2)]
+        save.result()
+    with mmfsdp.CheckpointManager(f"{own}/run", again.stages[0], again.optimizers[0], every_steps=1) as manager:
+        assert manager.resume() == 1
+    assert [again.train(step) for step in (1, 2)] == rest
+    mmfsdp.load_checkpoint(f"{own}/local", again.stages[0], again.optimizers[0])
+    assert [again.train(step) for step in (1, 2)] == rest
+    for scaler in (mmfsdp.GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        again = Pipeline(mesh, "1f1b")
+        scaler.scale(torch.ones(()))
+        again.run(3)
+        with pytest.raises(GradScalerError, match=r"a stage of a pipeline.*'bf16'"):
+            scaler.step(again.optimizers[0])
+
+    if torch_has(KEEPS_ROOT_MESH):
+        whole = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "shard", "tensor"))
+        pipeline = Pipeline(whole, "gpipe")
+        pipeline.data_rank, pipeline.data_ranks = rank, 4  # as of a sampler that knows no tensor group
+        with pytest.raises(RuntimeError) as caught:
+            pipeline.run(0)
+        assert isinstance(caught.value.__cause__, RankMismatchError)
+        assert "were given different batches" in str(caught.value.__cause__)
+
+
+def test_a_stage_saves_alone_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    run_ranks(alone, 4, str(tmp_path))

@@ -29,6 +29,7 @@ from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
 from mmfsdp.planning.schema import ShardPlan
 from mmfsdp.runtime.dtensors import data_mesh
+from mmfsdp.runtime.ranks.stage_inputs import given_inputs
 from mmfsdp.runtime.sharded_model import ShardedModel
 
 __all__ = ["check_drawn", "check_equal", "check_foreign", "watch_model_axes"]
@@ -49,21 +50,27 @@ def watch_model_axes(state: ShardedModel) -> None:
         return
     me, watched = weakref.ref(state), [_Watched(name) for name in axes]
     left, handles = _FORWARDS, list[Any]()
+    has_values = True
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal has_values
         live = me()
         if live is None or not torch.is_grad_enabled() or live.is_running:
+            return
+        given = given_inputs(args, kwargs)
+        has_values = given is not None
+        if given is None:
             return
         if left == _FORWARDS:
             check_drawn(live)
         check_equal(live)
         for axis in watched:
-            axis.begin(live, [args, kwargs])
+            axis.begin(live, given)
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         nonlocal left
         live = me()
-        if live is None or not torch.is_grad_enabled() or live.is_running:
+        if live is None or not torch.is_grad_enabled() or live.is_running or not has_values:
             return
         for axis in watched:
             axis.end(live)

@@ -12,9 +12,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmfsdp.runtime.sharded_model import live_models
+from mmfsdp.errors import GradScalerError
+from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
-__all__ = ["GradScaler", "agrees_on_inf"]
+__all__ = ["GradScaler", "agrees_on_inf", "refuse_stage"]
 
 
 class GradScaler(TorchGradScaler):
@@ -23,7 +24,8 @@ class GradScaler(TorchGradScaler):
     torch's own scaler does so only if all parameters are DTensors. This one also supports models with whole parameters
     (scalars, ignored ones), and engine ``fsdp1``, whose shards torch's scaler treats as whole parameters.
 
-    `unscale_` and `step` are collective: every rank of the model's mesh.
+    `unscale_` and `step` are collective: every rank of the model's mesh. A stage of a pipeline raises a
+    `GradScalerError`.
     """
 
     def _unscale_grads_(
@@ -40,9 +42,24 @@ class GradScaler(TorchGradScaler):
                 found[device] = torch.maximum(found[device], value) if device in found else value
         for model in live_models():
             if model.roles(params):
+                refuse_stage(model)
                 for value in found.values():
                     model.all_reduce(value, dist.ReduceOp.MAX)
         return found
+
+
+def refuse_stage(model: ShardedModel) -> None:
+    """Raise if a model with a gradient scaler is a stage of a pipeline, of which it would skip the steps alone.
+
+    Raises:
+        GradScalerError: It is.
+    """
+    if model.is_stage:
+        raise GradScalerError(
+            "This model is a stage of a pipeline, as its mesh says, and gradient scalers know no other stages: after "
+            "an infinite gradient this one alone would skip its step and change its scale. Use precision 'bf16', which "
+            "needs no scaler."
+        )
 
 
 def agrees_on_inf(scaler: TorchGradScaler) -> bool:

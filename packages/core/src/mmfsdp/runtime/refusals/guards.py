@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from mmfsdp.errors import GradScalerError
 from mmfsdp.runtime.gradients.gradient_hooks import check_gradient_hooks
 from mmfsdp.runtime.refusals.frameworks import guard_optimizer_saves
-from mmfsdp.runtime.refusals.grad_scaler import agrees_on_inf
+from mmfsdp.runtime.refusals.grad_scaler import agrees_on_inf, refuse_stage
 from mmfsdp.runtime.roles import check_roles
 from mmfsdp.runtime.sharded_model import ShardedModel, live_models
 
@@ -104,6 +104,8 @@ def _learn(optimizer: Optimizer, count: int) -> _Known:
 
 def _check_first_step(optimizer: Optimizer, model: ShardedModel) -> None:
     check_gradient_hooks(model.module, model.plan, calls_some=not model.is_fsdp1)
+    if model.is_stage and _grad_scaler() is not None:
+        refuse_stage(model)
     if not model.plan.needs_grad_scaler:
         return
     scaler = _grad_scaler()

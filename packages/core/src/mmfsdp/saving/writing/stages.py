@@ -71,10 +71,10 @@ def save_stages(
     check_same_arguments(scope, "save_stages()", given)
     on_all_ranks(lambda: _check(stages, optimizers), scope)
     on_all_ranks(lambda: _make_free(target, overwrite) if scope.is_first else None, scope)
-    parts = on_all_ranks(lambda: _parts_of(stages, optimizers), scope)
+    parts, own = on_all_ranks(lambda: _parts_of(stages, optimizers), scope)
     if scope.is_first:
         parts |= named_values(extra or {})
-    parts = _with_objects(parts, scope)
+    parts = _with_objects(parts, own, scope)
     kind = StoreSave if is_remote(target) else DirectorySave
     kind.begin(target, scope, overwrite=overwrite).finish(lambda save: write_parts(save, parts, scope), scope)
 
@@ -98,12 +98,13 @@ def _make_free(target: Path, overwrite: bool) -> None:
         refuse_existing(target)
 
 
-def _parts_of(stages: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Named]:
+def _parts_of(stages: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> tuple[dict[str, Named], set[str]]:
     """Return what this rank gives of its stages, by flat name: DTensors, and on a stage's first rank the rest.
 
-    Collective: every rank of each stage.
+    Also return the names of those stages whose first rank it is. Collective: every rank of each stage.
     """
     found: dict[str, Named] = {}
+    own: set[str] = set()
     for at, stage in enumerate(stages):
         state = find_sharded_model(stage)
         state.settle()
@@ -122,10 +123,11 @@ def _parts_of(stages: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> d
                 if name in found:
                     raise _twice(name)
                 found[name] = keys, value
-    return found
+                own |= {name} if is_first else set()
+    return found, own
 
 
-def _with_objects(parts: dict[str, Named], scope: Scope) -> dict[str, Named]:
+def _with_objects(parts: dict[str, Named], own: set[str], scope: Scope) -> dict[str, Named]:
     """Return the parts without objects, which the first rank gets from all ranks. Collective: every rank of the scope.
 
     Raises:
@@ -133,8 +135,8 @@ def _with_objects(parts: dict[str, Named], scope: Scope) -> dict[str, Named]:
     """
     tensors = {name: part for name, part in parts.items() if isinstance(part[1], torch.Tensor)}
     objects = {name: part for name, part in parts.items() if name not in tensors}
-    whole = [name for name, (_, value) in tensors.items() if not isinstance(value, DTensor) or _is_first_of(value)]
-    gathered = gather_to_first(scope, (whole, objects))
+    held = [name for name, (_, value) in tensors.items() if not isinstance(value, DTensor) or name in own]
+    gathered = gather_to_first(scope, (held, objects))
 
     def join() -> dict[str, Named]:
         taken: set[str] = set()
@@ -156,10 +158,6 @@ def _with_objects(parts: dict[str, Named], scope: Scope) -> dict[str, Named]:
         return {**joined, **(named_values({"optimizer": {GROUPS: _joined(groups)}}) if groups else {})}
 
     return {**tensors, **on_all_ranks(join, scope)}
-
-
-def _is_first_of(value: DTensor) -> bool:
-    return not any(value.device_mesh.get_coordinate() or ())
 
 
 def _joined(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
