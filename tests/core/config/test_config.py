@@ -313,7 +313,7 @@ MISTAKES: list[tuple[Mapping[str, Any], str, str]] = [
     (
         {"zzz": 1},
         "zzz",
-        "ShardConfig.zzz: unknown setting 'zzz'. Accepted: 'engine', 'sharding', 'wrap', 'precision', "
+        "ShardConfig.zzz: unknown setting 'zzz'. Accepted: 'engine', 'sharding', 'wrap', 'parallel', 'precision', "
         "'activation_checkpointing', 'compile', 'optimizer', 'cpu_offload', 'prefetch', 'init'.",
     ),
     (

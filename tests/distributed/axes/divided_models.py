@@ -13,7 +13,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mmfsdp
 
-__all__ = ["MESHES", "batch_of", "divide", "make_llama", "make_mesh", "make_model", "train_alone", "train_step"]
+__all__ = [
+    "MESHES",
+    "VOCABULARY",
+    "batch_of",
+    "divide",
+    "make_llama",
+    "make_mesh",
+    "make_model",
+    "make_neox",
+    "own_rows",
+    "train_alone",
+    "train_step",
+]
 
 MESHES = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},

@@ -2,6 +2,7 @@ from mmfsdp.config.activation import ActivationCheckpointingConfig as Activation
 from mmfsdp.config.compiling import CompileConfig as CompileConfig
 from mmfsdp.config.optimizing import AdamWConfig as AdamWConfig
 from mmfsdp.config.optimizing import OptimizerConfig as OptimizerConfig
+from mmfsdp.config.parallel import ParallelRule as ParallelRule
 from mmfsdp.config.precision import PrecisionConfig as PrecisionConfig
 from mmfsdp.config.precision import PrecisionOverride as PrecisionOverride
 from mmfsdp.config.schema import CpuOffloadConfig as CpuOffloadConfig

@@ -187,6 +187,8 @@ def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list
         names = [name for m in models for name in m.model_fields]
         if not isinstance(part, int):
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
+            if not fields:
+                continue  # a key of a mapping, whose values are these models
             models = [found for field in fields for found in _models_in(field.annotation)]
     return path, names
 

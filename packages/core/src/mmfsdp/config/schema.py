@@ -11,6 +11,7 @@ from mmfsdp.config.base import ConfigModel, setting
 from mmfsdp.config.compiling import Compile
 from mmfsdp.config.fields import Accepted, Names, Reference, Strategy, as_mapping, is_word, one_of, read_strategy
 from mmfsdp.config.optimizing import OptimizerConfig
+from mmfsdp.config.parallel import Parallel
 from mmfsdp.config.precision import Precision, PrecisionConfig
 from mmfsdp.config.wrap import AutoWrap, Wrap
 
@@ -137,6 +138,9 @@ class ShardConfig(ConfigModel):
         as_mapping("strategy", read_strategy, is_word, expected="a strategy", schema=ShardingConfig | Strategy),
     ] = Field(default_factory=ShardingConfig)
     wrap: Wrap = Field(default_factory=AutoWrap)
+    parallel: Parallel = None
+    """How the axis ``tensor`` of the mesh divides modules: a style, or a `ParallelRule`, for each pattern of names; a
+    later pattern wins. ``auto``: as a model of transformers says. ``null``: nothing is divided, or you divided it."""
     precision: Precision = Field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointing = None
     compile: Compile = None

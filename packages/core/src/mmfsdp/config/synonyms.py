@@ -34,6 +34,7 @@ _ACCUMULATING = Synonym(note="Run all micro-batches but the last under mmfsdp.no
 _NOT_NEEDED = Synonym(note="No setting is needed: steps may use other parameters each time. Leave it out.")
 _STAGE = Synonym({"sharding": "FULL_SHARD"}, "FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2, NO_SHARD stage 0.")
 _GROUPS = Synonym({"sharding": {"strategy": "HYBRID_SHARD", "shard_size": 8}})
+_TENSOR = Synonym({"parallel": "auto"}, "Give the mesh an axis 'tensor': mesh={'shard': -1, 'tensor': 2}.")
 _WHOLE_PARAMS = Synonym(
     {"sharding": {"ignored_parameters": ["head.*"]}}, "Parameter objects are the argument ignored_params."
 )
@@ -91,6 +92,8 @@ SYNONYMS: Mapping[str, Synonym] = {
     "torch_compile": Synonym({"compile": True}),
     "torch_compile_backend": Synonym({"compile": {"backend": "inductor"}}),
     "torch_compile_mode": Synonym({"compile": {"mode": "max-autotune-no-cudagraphs"}}),
+    "tp_plan": _TENSOR,
+    "tp_size": _TENSOR,
     "max_grad_norm": _CLIPPING,
     "gradient_accumulation_steps": _ACCUMULATING,
     # DeepSpeed
@@ -110,6 +113,8 @@ SYNONYMS: Mapping[str, Synonym] = {
     "gradient_clip_val": _CLIPPING,
     "accumulate_grad_batches": _ACCUMULATING,
     "data_parallel_shard_degree": _GROUPS,
+    "tensor_parallel_degree": _TENSOR,
+    "parallelize_plan": _TENSOR,
     "data_parallel_replicate_degree": _GROUPS,
 }
 """Names of other libraries, without accelerate's ``fsdp_``. Examples are settings that are accepted as they are."""

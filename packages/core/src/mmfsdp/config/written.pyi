@@ -12,6 +12,7 @@ from mmfsdp.config import (
     CpuOffloadConfig,
     InitConfig,
     OptimizerConfig,
+    ParallelRule,
     PrecisionConfig,
     PrecisionOverride,
     PrefetchConfig,
@@ -72,6 +73,12 @@ class OptimizerSettings(TypedDict, total=False):
     bucket_mib: int
     adamw: AdamWConfig | Mapping[str, Any]
 
+class ParallelRuleSettings(TypedDict, total=False):
+    style: Required[Literal["colwise", "rowwise", "sequence", "replicate"]]
+    input: Literal["replicate", "sequence", "heads", "features"] | None
+    output: Literal["replicate", "sequence", "heads", "features"] | None
+    head_by_head: bool
+
 class PrecisionSettings(TypedDict, total=False):
     preset: torch.dtype | str
     param_dtype: torch.dtype | str | None
@@ -104,6 +111,7 @@ class ShardSettings(TypedDict, total=False):
     engine: Literal["auto", "fsdp2", "fsdp1", "replicate"]
     sharding: ShardingConfig | Mapping[str, Any] | ShardingStrategy | str
     wrap: AnyWrap
+    parallel: Mapping[str, ParallelRule | Mapping[str, Any] | str] | Literal["auto"] | None
     precision: PrecisionConfig | Mapping[str, Any] | torch.dtype | str
     activation_checkpointing: (
         ActivationCheckpointingConfig | Mapping[str, Any] | Literal["full", "every_n", "selective", "ops"] | bool | None

@@ -43,19 +43,20 @@ def divided_by(tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
     )
 
 
-def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
+def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int], *, by_rules: bool = False) -> None:
     """Check that the DTensors of a model are divided along the axes of a mesh, as tensor parallelism does.
 
     Args:
         model: A model that is about to be planned.
         mesh: The ranks that it is planned for.
         ignored: ``id`` of parameters that are not sharded, however they are divided.
+        by_rules: Whether rules will divide the model along ``tensor``.
 
     Raises:
         PlanError: A tensor is divided along an axis that the mesh has not, or its ranks hold parts of a sum; or nothing
             is divided along an axis of the mesh.
     """
-    used = set()
+    used = {"tensor"} if by_rules else set()
     for fqn, tensor in divided_tensors(model):
         if id(tensor) in ignored:
             continue
@@ -83,9 +84,10 @@ def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int]) -> None:
     for axis in _DIVIDING:
         if getattr(mesh, axis) > 1 and axis not in used:
             same = "hold all experts" if axis == "expert" else "all compute the same"
+            rules = "Give parallel='auto' or rules; or d" if axis == "tensor" else "D"
             raise PlanError(
-                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would {same}. Divide the "
-                "model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
+                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would {same}. {rules}ivide "
+                "the model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
                 f'model, mesh["{axis}"], ...); or give a mesh without this axis.',
                 fqn="",
             )

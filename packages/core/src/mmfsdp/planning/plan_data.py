@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from mmfsdp.basics.dtypes import itemsize
+from mmfsdp.planning.division.records import ModuleDivision
 from mmfsdp.planning.optimizer_groups import OptimizerPlan
 from mmfsdp.planning.plan_records import (
     ActivationPlan,
@@ -33,6 +36,8 @@ class PlanData(Record):
     """Hash of names, shapes, dtypes and ``requires_grad`` of all parameters and buffers, and of module classes."""
     units: tuple[ShardUnit, ...]
     """In the order of application: children before parents, the root last."""
+    parallel: tuple[ModuleDivision, ...] = ()
+    """How rules divide modules along the axis ``tensor``; empty if nothing is divided, or the user has divided it."""
     ignored_params: tuple[ParamEntry, ...] = ()
     """Held whole on every rank; gradients are averaged over ranks."""
     buffers: tuple[BufferEntry, ...] = ()
@@ -57,6 +62,12 @@ class PlanData(Record):
     """Device type that the ranks compute on; ``'auto'`` until the plan is applied."""
     param_init_fn: str | None = None
     notes: tuple[Note, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what plans without rules do not have, as earlier versions of the format did."""
+        found: dict[str, Any] = handler(self)
+        return found if self.parallel else {name: value for name, value in found.items() if name != "parallel"}
 
     @property
     def root(self) -> ShardUnit:

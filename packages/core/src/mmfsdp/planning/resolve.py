@@ -17,6 +17,7 @@ from mmfsdp.planning.activation import activation_plan
 from mmfsdp.planning.checks import check_dense, check_forward_methods, check_reshard, check_units, check_unsharded
 from mmfsdp.planning.compiled import compile_plan, compiled_already
 from mmfsdp.planning.distributed_params import check_divided, divided_by, expert_matches
+from mmfsdp.planning.division.rules import divide_by_rules
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.ignoring import ignored_states
 from mmfsdp.planning.mesh import MeshLike, mesh_spec, without_stages
@@ -93,9 +94,12 @@ def plan(
     )
     entries = _param_entries(model, config.precision.storage_dtype)
     ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, whole=True)
-    check_divided(model, spec, {id(param) for param in ignored.params})
+    divisions = divide_by_rules(model, config.parallel, mesh, spec, ignored.params)
+    check_divided(model, spec, {id(param) for param in ignored.params}, by_rules=bool(divisions.modules))
     check_tied(model)
-    notes = [*_engine_notes(config, engine), *ignored.notes]
+    for param, divided in divisions.params.items():
+        entries[param] = entries[param].model_copy(update={"divided": divided})
+    notes = [*_engine_notes(config, engine), *ignored.notes, *divisions.notes]
 
     wanted = config.wrap if policy is None else policy
     full = full_precision_classes(model, config.precision)
@@ -154,6 +158,7 @@ def plan(
         mesh=spec,
         fingerprint=fingerprint(model),
         units=units,
+        parallel=divisions.modules,
         ignored_params=tuple(entries[id(param)] for param in ignored.params),
         buffers=_buffer_entries(model),
         broadcast_buffers=config.sharding.broadcast_buffers,

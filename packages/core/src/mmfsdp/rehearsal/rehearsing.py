@@ -115,6 +115,12 @@ def rehearse_step(model: nn.Module, step: TrainingStep, target: Target) -> Rehea
             "exact bytes: mmfsdp.estimate_memory(mmfsdp.plan(model, config, mesh)).",
             fqn=divided[0],
         )
+    if target.plan.parallel:
+        raise PlanError(
+            f"The plan divides {target.plan.parallel[0].fqn!r} by a rule of parallel, and such models cannot be "
+            "rehearsed yet. The plan has exact bytes: mmfsdp.estimate_memory(plan).",
+            fqn=target.plan.parallel[0].fqn,
+        )
     if not target.plan.mesh.is_simple:
         raise MeshError(
             f"A step on {target.plan.mesh} cannot be rehearsed yet. But for attention over ranks, "

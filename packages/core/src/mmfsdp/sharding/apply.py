@@ -17,7 +17,7 @@ from mmfsdp.errors import ConfigError, MeshError, PlanError, PlanMismatchError
 from mmfsdp.planning.distributed_params import divided_tensors
 from mmfsdp.planning.fingerprints import fingerprint
 from mmfsdp.planning.mesh import without_experts
-from mmfsdp.planning.plan_records import Note
+from mmfsdp.planning.plan_records import Note, ShardUnit
 from mmfsdp.planning.policies.forms import Policy
 from mmfsdp.planning.resolve import plan as make_plan
 from mmfsdp.planning.schema import ShardPlan
@@ -45,6 +45,7 @@ from mmfsdp.sharding.devices import (
     select_device,
     select_device_for_objects,
 )
+from mmfsdp.sharding.dividing import UnitDivider
 from mmfsdp.sharding.engines import ENGINES
 from mmfsdp.sharding.initialise import UnitPreparer
 from mmfsdp.sharding.materialise import InitFn
@@ -124,7 +125,7 @@ def apply_plan(
 
     The steps are: check that the model fits the plan and is the same on every rank; apply activation checkpointing;
     then for each unit, children before parents, initialise its weights if they are on the meta device, move them to the
-    device, broadcast them from the mesh's first rank, and shard them.
+    device, broadcast them from the mesh's first rank, divide them by the rules of ``parallel``, and shard them.
 
     Args:
         model: The model that the plan was made for.
@@ -197,11 +198,15 @@ def _carry_out(
     former = named_references(model)
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
-    is_divided = any(divided_tensors(model))
+    is_divided = bool(plan.parallel) or any(divided_tensors(model))
+    divide = UnitDivider(model, plan, device_mesh)
+
+    def make_ready(unit: ShardUnit) -> None:
+        prepare(unit, agreed)
+        divide(unit)
+
     with Agreement(scope) as agreed:
-        sharded = ENGINES[plan.engine].apply(
-            model, plan, device_mesh, lambda unit: prepare(unit, agreed), wrap_root, experts
-        )
+        sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, make_ready, wrap_root, experts)
     state = _finished(sharded, plan, device_mesh, parts, former)
     state.is_stage = is_stage
     if state.groups:
@@ -227,12 +232,20 @@ def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> Shard
         ConfigError: The engine cannot carry out the plan.
     """
     check_supported(plan, mesh)
-    prepare = UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh)
+    prepare, divide = (
+        UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh),
+        UnitDivider(model, plan, mesh),
+    )
     if plan.activation_checkpointing is not None:
         apply_activation_checkpointing(model, plan.activation_checkpointing)
     former = named_references(model)
     parts = parts_of_units(model, plan)
-    sharded = ENGINES[plan.engine].apply(model, plan, mesh, prepare.alone)
+
+    def make_ready(unit: ShardUnit) -> None:
+        prepare.alone(unit)
+        divide(unit)
+
+    sharded = ENGINES[plan.engine].apply(model, plan, mesh, make_ready)
     return _finished(sharded, plan, mesh, parts, former)
 
 

@@ -113,6 +113,12 @@ def prove(
         raise ConfigError(f"prove() cannot go on with {again} ranks, of {ranks} that were started.", config="resume_on")
     factory = partial(_made, model) if isinstance(model, str) else model
     settings = config if isinstance(config, ShardConfig) else ShardConfig.from_dict(dict(config or {}))
+    if settings.parallel is not None:
+        raise ConfigError(
+            "prove() trains on ranks that shard, and divides nothing along 'tensor' yet. Leave parallel out to prove "
+            "all else of the config.",
+            config="parallel",
+        )
     shapes = batch
     if not callable(batch):
         shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), batch)
