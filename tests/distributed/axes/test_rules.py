@@ -135,12 +135,12 @@ def beside_by_hand(rank: int) -> None:
             assert torch.equal(mine.to_local(), other.to_local()), name
         [sent, theirs] = step_of(ours, tokens), step_of(hand, tokens)
         groups = {mesh[axis].get_group().group_name for axis in ("shard", "tensor")}
-        assert {group for _, group, _ in theirs} == groups, (groups, theirs)
+        assert groups <= {group for _, group, _ in theirs}, (groups, theirs)
         small = [
             entry for entry in sent if entry[0] == "allreduce_.default" and entry[2] < 100
         ]  # which params were used
         assert len(small) <= 2
-        assert [entry for entry in sent if entry not in small] == theirs, tied
+        assert [entry for entry in sent if entry not in small] == theirs, (sent, theirs)
 
 
 def test_a_step_sends_what_the_same_model_divided_by_hand_sends() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def scope_of(given: Any) -> Scope:
     """Return the scope of a mesh's ranks, which is made on first use. Collective: every rank of the mesh.
 
     Args:
-        given: A DeviceMesh, a process group, a pair of groups that span a mesh, or None for the whole world.
+        given: A DeviceMesh, a process group, a pair of groups that span a mesh, or axes or None: the whole world.
 
     Raises:
         ShardStateError: ``torch.distributed`` is not initialised.
@@ -133,7 +133,7 @@ def rank_in(mesh: DeviceMesh) -> int:
 
 
 def _groups_of(given: Any) -> list[dist.ProcessGroup]:
-    if given is None:
+    if given is None or isinstance(given, Mapping):  # named axes are those of the whole world
         assert dist.group.WORLD is not None  # `scope_of` has checked it
         return [dist.group.WORLD]
     if isinstance(given, DeviceMesh):
