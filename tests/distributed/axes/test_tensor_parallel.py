@@ -184,6 +184,12 @@ def mistakes(rank: int, folder: str) -> None:
 
 def refusals(rank: int) -> None:
     mesh = make_mesh({"shard": 2, "tensor": 2})
+    with pytest.raises(MeshError, match=r"for 3 ranks, but the world has 4 ranks. .*of which one is -1"):
+        mmfsdp.shard(nn.Linear(8, 8), mesh={"shard": 3})
+    with pytest.raises(
+        RankMismatchError, match=r"Ranks 1 and 0 were given different settings.*\n~ mesh: 4 ranks -> 2 x 2"
+    ):
+        mmfsdp.shard(nn.Linear(8, 8), mesh={"shard": 4} if rank else {"replicate": 2, "shard": 2})
     with pytest.raises(PlanError, match=r"no parameter is divided along 'tensor'.*parallelize_module"):
         mmfsdp.shard(make_llama(), CONFIG, mesh)
     divide(model := make_llama(), mesh)
@@ -266,6 +272,8 @@ def test_axes_by_name() -> None:
     assert mmfsdp.plan(nn.Linear(8, 8), mesh={"replicate": 2, "shard": 4}).mesh.world_size == 8
     with pytest.raises(MeshError, match=r"'tensr' is no axis of a mesh. Did you mean 'tensor'\?"):
         mmfsdp.plan(nn.Linear(8, 8), mesh={"tensr": 2})
+    with pytest.raises(MeshError, match=r"'tp' is no axis of a mesh. It is called 'tensor' here"):
+        mmfsdp.plan(nn.Linear(8, 8), mesh={"tp": 2})
     with pytest.raises(MeshError, match="leave no whole number of ranks for shard in a world of 1"):
         mmfsdp.plan(nn.Linear(8, 8), mesh={"replicate": 2, "shard": -1})
     with pytest.raises(

@@ -201,9 +201,8 @@ def _axes(mesh: Any) -> MeshSpec | None:
 def _of_sizes(sizes: Mapping[str, int]) -> MeshSpec:
     for axis, size in sizes.items():
         if axis not in _DIVISIONS:
-            raise MeshError(
-                f"{axis!r} is no axis of a mesh.{closest(str(axis), _DIVISIONS)} There are {', '.join(_DIVISIONS)}."
-            )
+            meant = f" It is called {axis_of(axis)!r} here." if axis_of(axis) else closest(str(axis), _DIVISIONS)
+            raise MeshError(f"{axis!r} is no axis of a mesh.{meant} There are {', '.join(_DIVISIONS)}.")
         if not isinstance(size, int) or isinstance(size, bool) or not (size > 0 or size == -1):
             raise MeshError(f"The axis {axis!r} has {size!r} ranks. Give a number, or -1 for one axis: what is left.")
     is_open = [axis for axis, size in sizes.items() if size == -1]

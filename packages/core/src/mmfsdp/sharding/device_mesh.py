@@ -89,8 +89,8 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
     if given is None or isinstance(given, Mapping):
         if dist.get_world_size() != spec.world_size:
             raise MeshError(
-                f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. "
-                "Plan for the running world (mesh=None), or start that many ranks."
+                f"The plan is for {spec}, but the world has {dist.get_world_size()} ranks. Start as many, or plan for "
+                "the running world: mesh=None, or named axes of which one is -1."
             )
         return
     if isinstance(given, DeviceMesh):
