@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.distributed.axes.divided_models import MESHES, batch_of, divide, make_llama, make_mesh, own_rows
 from tests.distributed.axes.ruled_models import RULES, make_ruled, ruled_loss
 from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,21 +89,22 @@ LLAMA = {
 
 
 class Sent(TorchDispatchMode):
-    """Notes each collective: operator, group and bytes."""
+    """Notes each collective: operator, ranks of its group and bytes. torch may take an older group of equal ranks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[str, str, int]] = []
+        self.found: list[tuple[str, tuple[int, ...], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operators on local tensors, which come here again
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             leaves = tree_leaves((args, kwargs))
-            groups = [dist.ProcessGroup.unbox(leaf).group_name for leaf in leaves if is_group(leaf)]
-            groups += [leaf for leaf in leaves if isinstance(leaf, str) and leaf.isdigit()]
+            groups = [dist.ProcessGroup.unbox(leaf) for leaf in leaves if is_group(leaf)]
+            groups += [_resolve_process_group(leaf) for leaf in leaves if isinstance(leaf, str) and leaf.isdigit()]
             nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.found += [(func.__name__, group, nbytes) for group in groups[:1]]  # others send nothing
+            ranks = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+            self.found += [(func.__name__, found, nbytes) for found in ranks[:1]]  # others send nothing
         return func(*args, **(kwargs or {}))
 
 
@@ -110,7 +112,7 @@ def is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
 
-def step_of(model: Any, tokens: torch.Tensor) -> list[tuple[str, str, int]]:
+def step_of(model: Any, tokens: torch.Tensor) -> list[tuple[str, tuple[int, ...], int]]:
     """Return what a step sends, in order, once the first steps with their comparisons are over."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(5):
@@ -134,8 +136,8 @@ def beside_by_hand(rank: int) -> None:
             assert mine.placements == other.placements, name
             assert torch.equal(mine.to_local(), other.to_local()), name
         [sent, theirs] = step_of(ours, tokens), step_of(hand, tokens)
-        groups = {mesh[axis].get_group().group_name for axis in ("shard", "tensor")}
-        assert groups <= {group for _, group, _ in theirs}, (groups, theirs)
+        groups = {tuple(mesh[axis].mesh.tolist()) for axis in ("shard", "tensor")}
+        assert groups == {group for _, group, _ in theirs}, (groups, theirs)
         small = [
             entry for entry in sent if entry[0] == "allreduce_.default" and entry[2] < 100
         ]  # which params were used
