@@ -235,7 +235,7 @@ def refusals(rank: int) -> None:
     pipe = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "dp", "tp"))
     divide(model := make_llama(), pipe)
     if not torch_has(KEEPS_ROOT_MESH):
-        with pytest.raises(MeshError, match=r"divided along 'tp' over the mesh \('pipe', 'dp', 'tp'\).*Install"):
+        with pytest.raises(MeshError, match=r"divided along 'tensor' over the mesh \('pipe', 'dp', 'tp'\).*Install"):
             mmfsdp.shard(model, CONFIG, pipe)
         return
     sharded = mmfsdp.shard(model, CONFIG, pipe)  # other names for the axes, and an axis that is not ours
