@@ -97,6 +97,33 @@ def divide_adapted(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(layers, mesh["tensor"], plan, src_data_rank=None)
 
 
+class Branches(nn.Module):
+    """Two divided branches, of which each rank of data uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
+        return self.branches[use](self.body(x)).square().mean()
+
+
+def gradients_of_branches(mesh: DeviceMesh) -> None:
+    alone, model, x = Branches(), Branches(), torch.arange(8.0).reshape(2, 4)
+    ((alone(x, 0) + alone(x + 1, 1)) / 2).backward()
+    styles = {"branches.*.0": ColwiseParallel(), "branches.*.1": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], styles, src_data_rank=None)
+    model = mmfsdp.shard(model, mesh=mesh)
+    own = mmfsdp.data_parallel_rank(model)
+    model(x + own, own).backward()
+    assert clip(model, mesh) == pytest.approx(clip(alone, None), rel=1e-5)
+    with mmfsdp.full_params(model, with_grads=True, writeback=False):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad, alone.get_parameter(name).grad, msg=name)
+
+
 def beside(rank: int, truth: dict[str, Values], averages: dict[str, torch.Tensor]) -> None:
     mesh = make_mesh(MESHES["shard 2, tensor 2"])
 
@@ -130,10 +157,11 @@ def beside(rank: int, truth: dict[str, Values], averages: dict[str, torch.Tensor
     optimizer = adam(adapted)
     steps = [value for step in range(2) for value in train_step(adapted, optimizer, step, mesh)]
     assert steps == pytest.approx(truth["lora"], rel=1e-5)
+    gradients_of_branches(mesh)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_accumulation_scaling_muon_recomputation_offload_averages_and_adapters() -> None:
+def test_accumulation_scaling_muon_recomputation_offload_averages_adapters_and_branches() -> None:
     steps, _, _ = train_alone(3, "tied")
     adapted = make_adapted()
     optimizer = adam(adapted)
