@@ -235,29 +235,64 @@ def make_family(name: str) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def divided_here(rank: int, truths: dict[str, tuple[Steps, dict[str, torch.Tensor]]]) -> None:
-    for name, (truth, grads) in truths.items():
-        for sizes in ("shard 4, expert 2", "replicate 2, shard 2, expert 2"):
-            dense, experts = make_meshes(sizes)
-            model = make_family(name)
-            for fqn, module in model.named_modules():
-                if fqn.endswith(".experts"):
-                    mmfsdp.divide_experts(module, experts["expert"])
-            layer = type(model.model.layers[0]).__name__
-            model = mmfsdp.shard(model, mesh=(dense, experts), wrap={"kind": "module_class", "classes": layer})
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            near([train_step(model, optimizer, step, dense, seen := {}) for step in range(1)], truth[:1], 1e-5)
-            for fqn, grad in grads.items():
-                torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
-            near([train_step(model, optimizer, step, dense) for step in range(1, 3)], truth[1:], 1e-5)
+AXES = {
+    "shard 4, expert 2": {"shard": 4, "expert": 2},
+    "shard 2, tensor 2, expert 2": {"shard": 2, "tensor": 2, "expert": 2},
+    "replicate 2, shard 2, expert 2": {"replicate": 2, "shard": 2, "expert": 2},
+    "expert 4": {"shard": 4, "expert": 4},
+}
+
+
+def divided_here(rank: int, axes: list[str], truths: dict[str, tuple[Steps, dict[str, torch.Tensor]]]) -> None:
+    for (name, (truth, grads)), sizes in itertools.product(truths.items(), axes):
+        model = make_family(name)
+        layer = {"kind": "module_class", "classes": type(model.model.layers[0]).__name__}
+        plan = mmfsdp.plan(model, {"parallel": "auto", "wrap": layer}, AXES[sizes])
+        model = mmfsdp.shard(model, {"parallel": "auto", "wrap": layer}, AXES[sizes])
+        assert sum(param.to_local().nbytes for param in model.parameters()) == plan.param_bytes(rank)
+        mesh = find_sharded_model(model).mesh
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        near([train_step(model, optimizer, 0, mesh, seen := {})], truth[:1], 1e-5)
+        for fqn, grad in grads.items():
+            torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5, msg=f"{name} {sizes} {fqn}")
+        near([train_step(model, optimizer, step, mesh) for step in range(1, 5)], truth[1:], 1e-5)
 
 
 @pytest.mark.sample("some")
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("names", [[*FAMILIES][:1], [*FAMILIES][1:]], ids=["some", "others"])
-def test_experts_of_families(names: list[str]) -> None:
-    truths = {name: train_alone(3, make_family(name)) for name in names}
-    run_ranks(divided_here, 4, truths, timeout=380)
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("names", "axes"), [([*FAMILIES][:1], [*AXES][:2]), ([*FAMILIES], [*AXES])], ids=["some", "every"]
+)
+def test_experts_of_families(names: list[str], axes: list[str]) -> None:
+    truths = {name: train_alone(5, make_family(name)) for name in names}
+    run_ranks(divided_here, 4, axes, truths, timeout=480)
+
+
+def test_a_plan_divides_experts_by_rules() -> None:
+    model = make_family("Qwen3Moe")
+    plan = mmfsdp.plan(model, {"parallel": "auto"}, {"shard": 8, "tensor": 2, "expert": 4})
+    table = plan.params_table()
+    assert re.search(
+        r"layers.{0..1}.mlp.experts.down_proj +4 x 48 x 32 +expert 0, shard 0 +1 x 48 x 32 +sum over shard / 8", table
+    )
+    assert re.search(r"self_attn.q_proj.weight +48 x 48 +tensor 0, shard 0 +3 x 48 +mean over shard", table)
+    assert mmfsdp.ShardPlan.model_validate_json(plan.model_dump_json()) == plan
+    rule = {"**.experts": "experts"}
+    assert mmfsdp.plan(model, {"parallel": rule}, {"shard": 4, "expert": 2}).parallel[0].style == "experts"
+    with pytest.raises(
+        ConfigError, match=r"'model.layers.0.mlp.experts' along the axis 'expert', and the mesh, .* has none"
+    ):
+        mmfsdp.plan(model, {"parallel": rule}, {"shard": 4, "tensor": 2})
+    with pytest.raises(
+        PlanError, match=r"The 4 experts of 'model.layers.0.mlp.experts' cannot be divided over 8 ranks"
+    ):
+        mmfsdp.plan(model, {"parallel": rule}, {"shard": 8, "expert": 8})
+    with pytest.raises(
+        PlanError, match=r"forward of 'model.layers.0.mlp.gate', a \w+, takes hidden_states. Experts are"
+    ):
+        mmfsdp.plan(model, {"parallel": {"**.gate": "experts"}}, {"shard": 4, "expert": 2})
+    with pytest.raises(PlanError, match=r"has no parameters of its own. Experts are divided where one module owns"):
+        mmfsdp.plan(model, {"parallel": {"**.mlp": "experts"}}, {"shard": 4, "expert": 2})
 
 
 class Routed(nn.Module):
@@ -336,7 +371,7 @@ def refusals(rank: int) -> None:
             mmfsdp.shard(model, settings, mesh)
 
     refused("but the model is planned for 4 ranks. Give the mesh that 'expert' is an axis of", PlanError, dense)
-    refused("no mesh of experts is given. Give two meshes: .mesh, experts.", MeshError, {"shard": 4, "expert": 2})
+    refused("no mesh of experts is given. Give two meshes: .mesh, experts.", PlanError, {"shard": 4, "expert": 2})
     refused(
         "holds experts, .* and '1.scale', which the axis 'expert' does not divide",
         PlanError,

@@ -19,9 +19,9 @@ __all__ = ["LAYOUTS", "Parallel", "ParallelRule"]
 
 Layout: TypeAlias = Literal["replicate", "sequence", "heads", "features"]
 
-_STYLES = ("colwise", "rowwise", "sequence", "replicate")
+_STYLES = ("colwise", "rowwise", "sequence", "replicate", "experts")
 _WORDS = ("replicate", "sequence", "heads", "features")
-_Style = Annotated[Literal["colwise", "rowwise", "sequence", "replicate"], BeforeValidator(one_of(*_STYLES))]
+_Style = Annotated[Literal["colwise", "rowwise", "sequence", "replicate", "experts"], BeforeValidator(one_of(*_STYLES))]
 _Layout = Annotated[Layout, BeforeValidator(one_of(*_WORDS))]
 
 LAYOUTS: Mapping[str, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
@@ -29,6 +29,7 @@ LAYOUTS: Mapping[str, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {
     "rowwise": (("features", "replicate"), ("replicate", "sequence")),
     "sequence": (("sequence", "heads"), ("sequence", "heads")),
     "replicate": ((), ()),
+    "experts": ((), ()),
 }
 """By style, the layouts that the input may have, and those that the output may have; the first one is the default."""
 
@@ -43,7 +44,8 @@ class ParallelRule(ConfigModel):
     style: _Style
     """``colwise``: divide what the outputs of a linear layer come from, or the features of an embedding. ``rowwise``:
     what its inputs meet, or the vocabulary of an embedding. ``sequence``: keep a norm whole, which sees a part of the
-    sequence or of the heads, and sum its gradients. ``replicate``: keep the module whole."""
+    sequence or of the heads, and sum its gradients. ``replicate``: keep the module whole. ``experts``: divide stacked
+    experts along the axis ``expert``; see `divide_experts`."""
     input: _Layout | None = None
     """Layout of the input along ``tensor``: ``replicate``, ``sequence`` (dimension 1 is divided), ``heads`` (dimension
     2) or ``features`` (the last one). Default: ``replicate`` for ``colwise`` and embeddings, ``features`` for
@@ -74,6 +76,11 @@ class ParallelRule(ConfigModel):
             )
         if self.head_by_head and self.style != "colwise":
             raise ValueError(f"head_by_head is said of 'colwise' matrices, not of {self.style!r}. Leave it out.")
+
+    @property
+    def axis(self) -> str:
+        """The axis along which the style divides."""
+        return "expert" if self.style == "experts" else "tensor"
 
     @property
     def layouts(self) -> tuple[Layout | None, Layout | None]:

@@ -74,7 +74,7 @@ class OptimizerSettings(TypedDict, total=False):
     adamw: AdamWConfig | Mapping[str, Any]
 
 class ParallelRuleSettings(TypedDict, total=False):
-    style: Required[Literal["colwise", "rowwise", "sequence", "replicate"]]
+    style: Required[Literal["colwise", "rowwise", "sequence", "replicate", "experts"]]
     input: Literal["replicate", "sequence", "heads", "features"] | None
     output: Literal["replicate", "sequence", "heads", "features"] | None
     head_by_head: bool

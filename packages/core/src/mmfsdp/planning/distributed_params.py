@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from mmfsdp.errors import PlanError
 from mmfsdp.planning.mesh import MODEL_AXES, axis_of
-from mmfsdp.planning.plan_records import MeshSpec
+from mmfsdp.planning.plan_records import MeshSpec, ParamEntry
 from mmfsdp.planning.policies.matching import Match, own_parameters
 
 __all__ = ["check_divided", "divided_by", "divided_tensors", "expert_matches"]
@@ -43,20 +43,20 @@ def divided_by(tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
     )
 
 
-def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int], *, by_rules: bool = False) -> None:
+def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int], by_rules: Iterable[str] = ()) -> None:
     """Check that the DTensors of a model are divided along the axes of a mesh, as tensor parallelism does.
 
     Args:
         model: A model that is about to be planned.
         mesh: The ranks that it is planned for.
         ignored: ``id`` of parameters that are not sharded, however they are divided.
-        by_rules: Whether rules will divide the model along ``tensor``.
+        by_rules: The axes along which rules will divide the model.
 
     Raises:
         PlanError: A tensor is divided along an axis that the mesh has not, or its ranks hold parts of a sum; or nothing
             is divided along an axis of the mesh.
     """
-    used = {"tensor"} if by_rules else set()
+    used = {*by_rules}
     for fqn, tensor in divided_tensors(model):
         if id(tensor) in ignored:
             continue
@@ -84,26 +84,29 @@ def check_divided(model: nn.Module, mesh: MeshSpec, ignored: set[int], *, by_rul
     for axis in _DIVIDING:
         if getattr(mesh, axis) > 1 and axis not in used:
             same = "hold all experts" if axis == "expert" else "all compute the same"
-            rules = "Give parallel='auto' or rules; or d" if axis == "tensor" else "D"
             raise PlanError(
-                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would {same}. {rules}ivide "
-                "the model before you shard it: torch.distributed.tensor.parallel.parallelize_module("
-                f'model, mesh["{axis}"], ...); or give a mesh without this axis.',
+                f"The mesh is {mesh}, but no parameter is divided along {axis!r}: its ranks would {same}. Give "
+                "parallel='auto' or rules; or divide the model before you shard it: "
+                f'torch.distributed.tensor.parallel.parallelize_module(model, mesh["{axis}"], ...); or give a mesh '
+                "without this axis.",
                 fqn="",
             )
 
 
-def expert_matches(model: nn.Module, ignored: set[int]) -> list[Match]:
+def expert_matches(model: nn.Module, entries: Mapping[int, ParamEntry], ignored: set[int]) -> list[Match]:
     """Return the modules whose own parameters the axis ``expert`` divides, each of which is a shard unit of its own.
 
     Args:
         model: A model that is about to be planned.
+        entries: Its parameters by ``id``.
         ignored: ``id`` of parameters that are not sharded.
     """
+    if not any("expert" in dict(entry.divided) for entry in entries.values()):
+        return []
     reason = "experts, which are sharded over other ranks than all else"
     found = []
-    for fqn, module in model.named_modules() if any(True for _ in divided_tensors(model)) else ():
-        axes = [dict(divided_by(param)) for param in own_parameters(module) if id(param) not in ignored]
+    for fqn, module in model.named_modules():
+        axes = [dict(entries[id(param)].divided) for param in own_parameters(module) if id(param) not in ignored]
         if any("expert" in divided for divided in axes):
             found.append(Match(fqn, module, reason))
     return found

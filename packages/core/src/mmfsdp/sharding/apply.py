@@ -36,7 +36,7 @@ from mmfsdp.runtime.sharded_params import average_on_shards
 from mmfsdp.sharding.activation import apply_activation_checkpointing
 from mmfsdp.sharding.agreement import Agreement, check_same_machine, check_same_plan, check_same_versions
 from mmfsdp.sharding.compiling import check_backend
-from mmfsdp.sharding.device_mesh import build_mesh, check_groups, check_mesh, own_part, shape_of
+from mmfsdp.sharding.device_mesh import build_expert_mesh, build_mesh, check_groups, check_mesh, own_part, shape_of
 from mmfsdp.sharding.devices import (
     backends_of,
     check_offload,
@@ -199,7 +199,8 @@ def _carry_out(
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
     is_divided = bool(plan.parallel) or any(divided_tensors(model))
-    divide = UnitDivider(model, plan, device_mesh)
+    experts = build_expert_mesh(plan.mesh, plan.device) if experts is None else experts
+    divide = UnitDivider(model, plan, device_mesh, experts)
 
     def make_ready(unit: ShardUnit) -> None:
         prepare(unit, agreed)

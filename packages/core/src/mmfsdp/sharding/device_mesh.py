@@ -14,10 +14,18 @@ from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
 from mmfsdp.collective.scopes import count_groups_alike, is_group_pair, spanned_rows
 from mmfsdp.config import ShardingConfig
 from mmfsdp.errors import MeshError
-from mmfsdp.planning.mesh import MODEL_AXES, check_names, mesh_spec, named_axes, without_experts, without_stages
+from mmfsdp.planning.mesh import (
+    EXPERT_AXES,
+    MODEL_AXES,
+    check_names,
+    mesh_spec,
+    named_axes,
+    without_experts,
+    without_stages,
+)
 from mmfsdp.planning.plan_records import MeshSpec
 
-__all__ = ["build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "own_part", "shape_of"]
+__all__ = ["build_expert_mesh", "build_mesh", "check_groups", "check_mesh", "mesh_from_groups", "own_part", "shape_of"]
 
 _NAMES = ("replicate", "shard")
 
@@ -81,7 +89,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
         )
         if found != spec:
             raise MeshError(f"The plan is for {spec}, but the given meshes are {found}.")
-    elif spec.expert > 1:
+    elif spec.expert > 1 and not (given is None or isinstance(given, Mapping)):
         raise MeshError(
             f"The plan is for {spec}, but no mesh of experts is given. Give two meshes: (mesh, experts), the second "
             "with the dimensions 'efsdp' and 'expert', over which you divided them."
@@ -141,6 +149,19 @@ def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMes
     if tuple(mesh.mesh.shape) == shape and mesh.mesh_dim_names == names:
         return mesh
     return _regrouped(mesh, mesh.mesh.reshape(shape), names)
+
+
+def build_expert_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh | None:
+    """Return the mesh that divides experts over the world, or None if a plan has none. Collective: every rank.
+
+    Args:
+        spec: The plan's shape.
+        device_type: See `build_mesh`.
+    """
+    if spec.expert == 1:
+        return None
+    sizes = spec.sizes((("expert", 0),))
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=EXPERT_AXES)
 
 
 def mesh_from_groups(given: Any, device_type: str) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Divides the modules of a unit along the axis `tensor`, as the plan's rules say, before the unit is sharded."""
+"""Divides the modules of a unit as the plan's rules say, before the unit is sharded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mmfsdp.planning.division.records import ModuleDivision
 from mmfsdp.planning.mesh import named_axes
 from mmfsdp.planning.plan_records import ShardUnit
 from mmfsdp.planning.schema import ShardPlan
+from mmfsdp.sharding.experts import divide_experts
 
 __all__ = ["UnitDivider"]
 
@@ -31,10 +32,11 @@ class UnitDivider:
     Args:
         model: The model, none of whose units is sharded yet.
         plan: The plan that is applied.
-        mesh: The mesh, which has an axis ``tensor`` if the plan has divisions.
+        mesh: The mesh, which has an axis ``tensor`` if the plan has divisions along it.
+        experts: The mesh of experts, if the plan has divisions along ``expert``.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
         self._model = model
         self._by_param: Mapping[str, ModuleDivision] = {
             f"{division.fqn}.{name}": division
@@ -42,7 +44,8 @@ class UnitDivider:
             for name, _ in model.get_submodule(division.fqn).named_parameters(recurse=False)
         }
         names = {axis: name for name, axis in named_axes(mesh).items()} if plan.parallel else {}
-        self._mesh = mesh[names["tensor"]] if plan.parallel else mesh
+        self._tensor = mesh[names["tensor"]] if "tensor" in names else None
+        self._experts = None if experts is None else experts[(experts.mesh_dim_names or ())[-1]]
 
     def __call__(self, unit: ShardUnit) -> None:
         """Divide the modules whose parameters a unit has, and tie again what torch unties.
@@ -55,7 +58,11 @@ class UnitDivider:
         for division in divided.values():
             module = self._model.get_submodule(division.fqn)
             frozen = [name for name, param in module.named_parameters(recurse=False) if not param.requires_grad]
-            parallelize_module(module, self._mesh, _style(division), src_data_rank=None)
+            if division.style == "experts":
+                assert self._experts is not None, "check_mesh requires it"
+                divide_experts(module, self._experts, self._tensor)
+                continue
+            parallelize_module(module, self._tensor, _style(division), src_data_rank=None)
             for name in frozen:  # some of torch's styles make trained parameters of them
                 module.get_parameter(name).requires_grad = False
         for entry in unit.params if divided else ():

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mmfsdp.errors import PlanError
+from mmfsdp.planning.division.checks import check_experts
 
 __all__ = ["divide_experts"]
 
@@ -36,28 +37,13 @@ def divide_experts(module: nn.Module, experts: DeviceMesh, tensor: DeviceMesh | 
     Raises:
         PlanError: The ranks cannot hold equal numbers of experts; or a parameter has other rows, or is divided already.
     """
-    counts = {name: param.shape[0] if param.dim() else 1 for name, param in module.named_parameters(recurse=False)}
-    stated = getattr(module, "num_experts", next(iter(counts.values()), 0))
     kind = type(module).__name__
     if divided := [name for name, param in module.named_parameters() if isinstance(param, DTensor)]:
         raise PlanError(f"{divided[0]!r} of {kind} is divided already: divide experts once.", fqn=divided[0])
-    if not stated or (other := [name for name, count in counts.items() if count != stated]):
-        found = f"{other[0]!r} of {counts[other[0]]} rows" if stated else "no parameters of its own"
-        raise PlanError(
-            f"{kind} has {stated} experts, and {found}. Give the module that owns the stacked weights of all experts, "
-            "each with one row per expert.",
-            fqn="",
-        )
-    if stated % experts.size():
-        raise PlanError(
-            f"The {stated} experts of {kind} cannot be divided over {experts.size()} ranks in equal numbers. Give the "
-            f"axis 'expert' one of {[n for n in range(1, stated + 1) if stated % n == 0]} ranks.",
-            fqn="",
-        )
+    here = check_experts(module, experts.size(), kind)
     for name, param in [*module.named_parameters(recurse=False)]:
         part = distribute_tensor(param.detach(), experts, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
-    here = int(stated) // experts.size()
     module.num_experts = here  # type: ignore[assignment]
     module.forward = _Dispatch(module, here, experts, tensor)
 

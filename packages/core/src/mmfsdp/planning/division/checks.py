@@ -11,7 +11,7 @@ import torch.nn as nn
 from mmfsdp.config.parallel import ParallelRule
 from mmfsdp.errors import PlanError
 
-__all__ = ["check_heads", "check_module", "check_sizes"]
+__all__ = ["check_experts", "check_heads", "check_module", "check_sizes"]
 
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "head_dims", "dim_head", "d_head")
 _COUNTS = (
@@ -41,6 +41,8 @@ def check_module(fqn: str, module: nn.Module, parent: nn.Module, rule: ParallelR
     what, kind = f"parallel divides {fqn!r} by style {rule.style!r}", type(module).__name__
     if any(id(param) in ignored for param in module.parameters()):
         raise PlanError(f"{what}, and sharding.ignored_modules or ignored_parameters names it, too. Drop one.", fqn=fqn)
+    if rule.style == "experts":
+        return
     if rule.style == "sequence":
         if next(module.children(), None) is not None:
             raise PlanError(
@@ -70,6 +72,45 @@ def check_module(fqn: str, module: nn.Module, parent: nn.Module, rule: ParallelR
     if weight is None or tuple(weight.shape) != shape or not weight.is_floating_point():
         has = "computes its weight" if weight is None else f"packs its weight as {weight.dtype} {tuple(weight.shape)}"
         raise PlanError(f"{what}, but this {kind} {has}, and only whole matrices are divided. Keep it whole.", fqn=fqn)
+
+
+def check_experts(module: nn.Module, ranks: int, name: str) -> int:
+    """Return the number of experts that each rank gets of a module of stacked ones.
+
+    Args:
+        module: The module; its own parameters have one row per expert.
+        ranks: The ranks of the axis ``expert``.
+        name: Its name, for errors.
+
+    Raises:
+        PlanError: The ranks cannot hold equal numbers of experts; or a parameter has other rows.
+    """
+    counts = {name: param.shape[0] if param.dim() else 1 for name, param in module.named_parameters(recurse=False)}
+    stated = getattr(module, "num_experts", next(iter(counts.values()), 0))
+    if not counts or (other := [name for name, count in counts.items() if count != stated]):
+        found = (
+            f"{stated} experts, and {other[0]!r} of {counts[other[0]]} rows" if counts else "no parameters of its own"
+        )
+        raise PlanError(
+            f"{name!r}, a {type(module).__name__}, has {found}. Experts are divided where one module "
+            "owns the stacked weights of all of them, each with one row per expert.",
+            fqn=name,
+        )
+    taken = [*inspect.signature(module.forward).parameters]
+    if len(taken) < 3 and taken[:1] != ["args"]:
+        raise PlanError(
+            f"The forward of {name!r}, a {type(module).__name__}, takes {', '.join(taken) or 'nothing'}. Experts are "
+            "divided where it takes tokens, the experts of each, and their weights.",
+            fqn=name,
+        )
+    if stated % ranks:
+        divisors = [n for n in range(1, stated + 1) if stated % n == 0]
+        raise PlanError(
+            f"The {stated} experts of {name!r} cannot be divided over {ranks} ranks in equal numbers. Give the axis "
+            f"'expert' one of {divisors} ranks.",
+            fqn=name,
+        )
+    return int(stated) // ranks
 
 
 def check_sizes(fqn: str, module: nn.Module, rule: ParallelRule, ranks: int) -> None:

@@ -12,10 +12,10 @@ _Layout = Literal["replicate", "sequence", "heads", "features"] | None
 
 
 class ModuleDivision(Record):
-    """How the axis ``tensor`` divides a linear layer or an embedding, or what a norm sees of its input."""
+    """How the axis ``tensor`` divides a linear layer or an embedding, what a norm sees of its input; or experts."""
 
     fqn: str
-    style: Literal["colwise", "rowwise", "sequence"]
+    style: Literal["colwise", "rowwise", "sequence", "experts"]
     input: _Layout
     output: _Layout
 
@@ -26,6 +26,8 @@ class ModuleDivision(Record):
             param: Name of the parameter in the module, ``'weight'`` or ``'bias'``.
             is_embedding: Whether the module is an embedding, whose rows are its inputs.
         """
+        if self.style == "experts":
+            return (("expert", 0),)
         if self.style == "sequence" or (self.style == "rowwise" and param == "bias"):
             return ()
         is_first = (self.style == "colwise") != is_embedding

@@ -1,8 +1,8 @@
-"""Turns the rules of section `parallel` into divisions of modules and parameters along the axis `tensor`."""
+"""Turns the rules of section `parallel` into divisions of modules and parameters along `tensor` and `expert`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from mmfsdp.basics.text import compile_pattern, name_list
 from mmfsdp.config.parallel import Parallel, ParallelRule
 from mmfsdp.errors import ConfigError, PlanError
 from mmfsdp.planning.distributed_params import divided_tensors
-from mmfsdp.planning.division.checks import check_heads, check_module, check_sizes
+from mmfsdp.planning.division.checks import check_experts, check_heads, check_module, check_sizes
 from mmfsdp.planning.division.records import ModuleDivision
-from mmfsdp.planning.mesh import axis_of
+from mmfsdp.planning.mesh import axis_of, without_experts
 from mmfsdp.planning.plan_records import MeshSpec, Note
 from mmfsdp.planning.policies.patterns import match_fqns
 
@@ -31,18 +31,24 @@ _STATED = {
     "embedding_colwise": ParallelRule(style="colwise", output="replicate"),
     "replicated_with_grad_allreduce": ParallelRule(style="sequence", input="heads"),
     "replicate": ParallelRule(style="replicate"),
+    "ep_dispatch_experts": ParallelRule(style="experts"),
 }
 """The words of transformers' plans that a rule can carry out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divisions:
-    """What rules make of a model; all is empty without rules, or if the axis ``tensor`` has one rank."""
+    """What rules make of a model; all is empty without rules, or if the axes that they divide along have one rank."""
 
     modules: tuple[ModuleDivision, ...] = ()
     params: Mapping[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     """By ``id``, the axes that divide a parameter; see ``ParamEntry.divided``."""
     notes: tuple[Note, ...] = ()
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that divide any parameter."""
+        return {axis for divided in self.params.values() for axis, _ in divided}
 
 
 def divide_by_rules(
@@ -58,20 +64,23 @@ def divide_by_rules(
         ignored: The parameters that are not sharded.
 
     Raises:
-        ConfigError: The mesh has no axis ``tensor``, or the model states no plan that rules can carry out.
+        ConfigError: The mesh lacks the axis that a rule divides along, or the model states no plan that rules can carry
+            out.
         PolicyError: A pattern matches no module.
         PlanError: A module cannot be divided by its rule; or parameters that are tied would be divided in two ways.
     """
     if rules is None:
         return Divisions()
-    if mesh.tensor == 1 and not _names_tensor(given):
+    named = _named(given)
+    usable = [axis for axis in ("tensor", "expert") if getattr(mesh, axis) > 1 or axis in named]
+    if not usable:
         raise ConfigError(
             f"parallel divides modules along the axis 'tensor', and the mesh, {mesh}, has none. Give it its "
             "ranks, such as mesh={'shard': -1, 'tensor': 2}, or leave parallel out.",
             config="parallel",
         )
     names = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
-    chosen, notes = _stated(model, names) if rules == "auto" else (_matching(rules, names), [])
+    chosen, notes = _stated_along(model, names, usable) if rules == "auto" else (_matching(rules, names), [])
     modules = _once(chosen, names)
     if rules == "auto":
         notes += _divide_ties(modules, names)
@@ -87,7 +96,15 @@ def divide_by_rules(
             )
         parent = names.get(fqn.rpartition(".")[0], model)
         check_module(fqn, names[fqn], parent, rule, untouched)
-        if rule.style != "replicate":
+        if rule.style != "replicate" and rule.axis not in usable:
+            raise ConfigError(
+                f"parallel divides {fqn!r} along the axis {rule.axis!r}, and the mesh, {mesh}, has none. Give it its "
+                f"ranks, such as mesh={{'shard': -1, {rule.axis!r}: 2}}, or leave the rule out.",
+                config="parallel",
+            )
+        if rule.style == "experts":
+            check_experts(names[fqn], mesh.expert, fqn)
+        elif rule.style != "replicate":
             check_sizes(fqn, names[fqn], rule, mesh.tensor)
             check_heads(fqn, names[fqn], parent, rule, mesh.tensor, _taken(fqn, modules, names))
     divisions = tuple(_division(fqn, rule, names[fqn]) for fqn, rule in modules.items() if rule.style != "replicate")
@@ -100,15 +117,33 @@ def divide_by_rules(
         raise ConfigError(
             "parallel divides no parameter: no rule with style 'colwise' or 'rowwise' is left.", config="parallel"
         )
-    return Divisions(divisions, found, tuple(notes)) if mesh.tensor > 1 else Divisions()
+    used = {axis for axis in usable if getattr(mesh, axis) > 1}
+    kept = tuple(division for division in divisions if modules[division.fqn].axis in used)
+    params = {param: divided for param, divided in found.items() if {axis for axis, _ in divided} <= used}
+    return Divisions(kept, params, tuple(notes)) if kept else Divisions()
 
 
-def _names_tensor(given: Any) -> bool:
-    """Tell whether a mesh names the axis ``tensor``, though it may have one rank."""
+def _named(given: Any) -> set[str | None]:
+    """Return the axes that a mesh names, though they may have one rank."""
     if isinstance(given, MeshSpec):
-        return True
-    names = given if isinstance(given, Mapping) else getattr(given, "mesh_dim_names", None)
-    return any(axis_of(name) == "tensor" for name in names or ())
+        return {"tensor", "expert"}
+    meshes = [given] if isinstance(given, Mapping) else [mesh.mesh_dim_names for mesh in _device_meshes(given)]
+    return {axis_of(name) for names in meshes for name in names or ()}
+
+
+def _device_meshes(given: Any) -> list[Any]:
+    return [mesh for mesh in without_experts(given) if hasattr(mesh, "mesh_dim_names")]
+
+
+def _stated_along(
+    model: nn.Module, names: Mapping[str, nn.Module], axes: Collection[str]
+) -> tuple[dict[str, ParallelRule], list[Note]]:
+    """Return the rules that models of transformers state for some axes; those of experts win."""
+    experts, notes = _stated(model, names, "_ep_plan") if "expert" in axes else ({}, [])
+    if "tensor" not in axes:
+        return experts, notes
+    rest, more = _stated(model, names, "_tp_plan", apart=[*experts])
+    return {**rest, **experts}, [*notes, *more]
 
 
 def _matching(rules: Mapping[str, ParallelRule], names: Mapping[str, nn.Module]) -> dict[str, ParallelRule]:
@@ -120,13 +155,15 @@ def _matching(rules: Mapping[str, ParallelRule], names: Mapping[str, nn.Module])
     return found
 
 
-def _stated(model: nn.Module, names: Mapping[str, nn.Module]) -> tuple[dict[str, ParallelRule], list[Note]]:
-    """Return the rules that models of transformers state for their modules, with a note."""
+def _stated(
+    model: nn.Module, names: Mapping[str, nn.Module], attribute: str, apart: Collection[str] = ()
+) -> tuple[dict[str, ParallelRule], list[Note]]:
+    """Return the rules that models of transformers state in an attribute, with a note; but for some modules."""
     found: dict[str, ParallelRule] = {}
     notes: list[Note] = []
     params = [fqn for fqn, _ in model.named_parameters()]
     for prefix, module in [("", model), *names.items()]:
-        plan = getattr(module, "_tp_plan", None)
+        plan = getattr(module, attribute, None)
         if not isinstance(plan, Mapping) or not plan or any(prefix.startswith(f"{note.fqns[0]}.") for note in notes):
             continue  # the plan of a whole model has those of the models in it
         if any(note.fqns[0] == "" for note in notes):
@@ -135,7 +172,11 @@ def _stated(model: nn.Module, names: Mapping[str, nn.Module]) -> tuple[dict[str,
         for pattern, word in plan.items():
             regex = compile_pattern(f"{prefix}.{pattern}" if prefix else pattern)
             hits = [fqn for fqn in names if regex.fullmatch(fqn)]
-            of_params = [fqn for fqn in params if regex.fullmatch(fqn)]
+            of_params = [fqn for fqn in params if regex.fullmatch(fqn)] if word != "grouped_gemm" else []
+            if word == "grouped_gemm" or any(
+                fqn == one or fqn.startswith(f"{one}.") for fqn in (*hits, *of_params) for one in apart
+            ):
+                continue  # of experts, which are divided as a module
             if (hits and word not in _STATED) or of_params:
                 raise ConfigError(
                     f"{type(module).__name__} states {word!r} for {pattern!r}, which is {(hits or of_params)[0]!r}, "

@@ -125,16 +125,21 @@ def check_foreign(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh, experts: 
 
 def _check_ranks(fqn: str, tensor: DTensor, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
     [axis] = [axis_of(name) for name in tensor.device_mesh.mesh_dim_names or ()]
-    for whole in (mesh, experts):
-        for name in (whole.mesh_dim_names or ()) if whole is not None else ():
-            if whole is not None and axis_of(name) == axis:
-                ranks, found = dist.get_process_group_ranks(whole.get_group(name)), tensor.device_mesh.mesh.tolist()
-                if ranks != found:
-                    raise PlanError(
-                        f"{fqn!r} is divided over the ranks {found}, but the axis {axis!r} of the given mesh has the "
-                        f"ranks {ranks} here. Give the mesh that you divided the model over: mesh[{name!r}] of it.",
-                        fqn=fqn,
-                    )
+    whole = experts if axis == "expert" else mesh
+    if whole is None:
+        raise PlanError(
+            f"{fqn!r} is divided along {axis!r} already, and no mesh of experts is given. Give two meshes: (mesh, "
+            "experts), the second with the dimensions 'efsdp' and 'expert', over which you divided them.",
+            fqn=fqn,
+        )
+    name = next(name for name in whole.mesh_dim_names or () if axis_of(name) == axis)
+    ranks, found = dist.get_process_group_ranks(whole.get_group(name)), tensor.device_mesh.mesh.tolist()
+    if ranks != found:
+        raise PlanError(
+            f"{fqn!r} is divided over the ranks {found}, but the axis {axis!r} of the given mesh has the ranks {ranks} "
+            f"here. Give the mesh that you divided the model over: mesh[{name!r}] of it.",
+            fqn=fqn,
+        )
 
 
 def check_equal(state: ShardedModel) -> None:
