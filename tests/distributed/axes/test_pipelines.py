@@ -198,6 +198,7 @@ def on_axes(rank: int, folder: str, truth: Steps) -> None:
         Pipeline(hybrid, "1f1b", strategy="HYBRID_SHARD")
 
 
+@pytest.mark.exhaustive
 def test_stages_that_are_divided_or_replicated_train_and_resume_as_one_process(tmp_path: Path) -> None:
     run_ranks(on_axes, 4, str(tmp_path), train_alone(4)[0])
     _, model, _ = train_alone(3)

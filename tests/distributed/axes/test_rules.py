@@ -72,9 +72,10 @@ def as_alone(rank: int, kinds: list[str], truth: dict[str, Any]) -> None:
                 torch.testing.assert_close(grad, truth[kind][1][fqn], rtol=1e-5, atol=1e-5, msg=f"{kind} {name} {fqn}")
 
 
+@pytest.mark.sample("llama-vit")
 @pytest.mark.parametrize("kinds", [["llama", "vit"], ["tied", "qwen3"], ["neox", "odd"]], ids="-".join)
 def test_models_divided_by_rules_train_as_one_process(kinds: list[str]) -> None:
-    run_ranks(as_alone, 4, kinds, {kind: train(make_ruled(kind), kind) for kind in kinds}, timeout=200)
+    run_ranks(as_alone, 4, kinds, {kind: train(make_ruled(kind), kind) for kind in kinds}, timeout=280)
 
 
 LAYERS = {"kind": "module_class", "classes": "LlamaDecoderLayer"}

@@ -68,6 +68,7 @@ def behind_embeddings(rank: int, truth: dict[str, torch.Tensor]) -> None:
     check(after=lambda model: model[1].compile(backend=backend))
 
 
+@pytest.mark.exhaustive
 def test_compiled_blocks_behind_a_divided_embedding_give_it_its_gradient() -> None:
     model = make_blocks()
     run_ranks(behind_embeddings, 2, gradients(model))
