@@ -18,6 +18,7 @@ __all__ = [
     "EXPERT_AXES",
     "MODEL_AXES",
     "MeshLike",
+    "axes_spec",
     "axis_of",
     "check_names",
     "mesh_spec",
@@ -152,6 +153,21 @@ def named_axes(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
+def axes_spec(mesh: Any) -> MeshSpec | None:
+    """Return the axes of a DeviceMesh that has one beside those of batches, and None for anything else.
+
+    Raises:
+        MeshError: See `named_axes`.
+    """
+    if not _is_device_mesh(mesh):
+        return None
+    found = named_axes(mesh)
+    if {"context", *MODEL_AXES}.isdisjoint(found.values()):
+        return None
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    return MeshSpec(**{axis: sizes[name] for name, axis in found.items()})
+
+
 def without_experts(mesh: Any) -> tuple[Any, DeviceMesh | None]:
     """Return the mesh of all parameters but experts, and that of experts if two meshes are given."""
     if isinstance(mesh, Sequence) and len(mesh) == 2 and all(_is_device_mesh(one) for one in mesh):
@@ -179,15 +195,12 @@ def _axes(mesh: Any) -> MeshSpec | None:
         return None if mesh.is_simple else mesh
     if isinstance(mesh, Mapping):
         return _of_sizes(mesh)
-    if not (_is_device_mesh(mesh) and len(mesh.mesh_dim_names or ()) > 1):
+    if (spec := axes_spec(mesh)) is None or len(mesh.mesh_dim_names) == 1:
         return None  # a mesh of one dimension may have any name
     found = named_axes(mesh)
-    if not {"context", *MODEL_AXES} & {*found.values()}:
-        return None
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     if "shard" not in found.values():
         at = sum(axis == "replicate" for axis in found.values())
-        shape, names = [str(sizes[name]) for name in found], [repr(name) for name in found]
+        shape, names = [str(getattr(spec, axis)) for axis in found.values()], [repr(name) for name in found]
         shape.insert(at, "1")
         names.insert(at, "'shard'")
         raise MeshError(
@@ -195,7 +208,7 @@ def _axes(mesh: Any) -> MeshSpec | None:
             f"if nothing is to be sharded: init_device_mesh(device, ({', '.join(shape)}), mesh_dim_names="
             f"({', '.join(names)}))."
         )
-    return MeshSpec(**{axis: sizes[name] for name, axis in found.items()})
+    return spec
 
 
 def _of_sizes(sizes: Mapping[str, int]) -> MeshSpec:

@@ -82,6 +82,11 @@ class MeshSpec(Record):
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def dimensions(self) -> dict[str, int]:
+        """The axes that a DeviceMesh of these ranks has: those of more than one rank, and ``shard``."""
+        return {axis: size for axis, size in self.axes.items() if size > 1 or axis == "shard"}
+
+    @property
     def is_simple(self) -> bool:
         """Whether nothing but batches is divided: there are no axes beside ``replicate`` and ``shard``."""
         return self.context == self.tensor == self.expert == 1
@@ -124,7 +129,7 @@ class MeshSpec(Record):
 
     def __str__(self) -> str:
         if not self.is_simple:
-            used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "shard"}
+            used = self.dimensions
             data = " x ".join(axis for axis in used if axis not in ("context", "tensor"))
             experts = f"; experts over {self.expert}" if self.expert > 1 else ""
             return f"{' x '.join(map(str, used.values()))} ranks ({' x '.join(used)}; batches over {data}{experts})"

@@ -94,8 +94,9 @@ def plan(
     )
     entries = _param_entries(model, config.precision.storage_dtype)
     ignored = ignored_states(model, config.sharding, ignored_modules, ignored_params, whole=True)
-    divisions = divide_by_rules(model, config.parallel, mesh, spec, ignored.params)
-    check_divided(model, spec, {id(param) for param in ignored.params}, divisions.axes)
+    untouched = {id(param) for param in ignored.params}
+    divisions = divide_by_rules(model, config.parallel, mesh, spec, untouched)
+    check_divided(model, spec, untouched, divisions.axes)
     check_tied(model)
     for param, divided in divisions.params.items():
         entries[param] = entries[param].model_copy(update={"divided": divided})
@@ -114,11 +115,9 @@ def plan(
     matches = _with_overrides(model, matches, overrides)
     matches = [*(match for match in kept if match.fqn not in {found.fqn for found in matches}), *matches]
     kept_fqns = {match.fqn for match in kept}
-    experts = expert_matches(model, entries, {id(param) for param in ignored.params})
+    experts = expert_matches(model, entries, untouched)
     matches = [*matches, *(match for match in experts if match.fqn not in {found.fqn for found in matches})]
-    drafts, unit_notes = draft_units(
-        model, matches, ignored={id(param) for param in ignored.params}, can_group=engine != "fsdp1"
-    )
+    drafts, unit_notes = draft_units(model, matches, ignored=untouched, can_group=engine != "fsdp1")
     notes += unit_notes
 
     default_reshard = _default_reshard(config)

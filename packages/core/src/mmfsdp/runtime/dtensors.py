@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def boxes_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> EvenBoxes:
     order = _order_of(tensor, placements)
     if mesh is None or tuple(mesh.shape) == tuple(own.shape):
         return EvenBoxes(tuple(tensor.shape), tuple(own.shape), tuple(placements), 0, order)
-    if (lattice := _lattice(own, mesh)) is None:
+    if (lattice := _lattice_of(own, mesh)) is None:
         raise StateDictError(f"{own} is no part of {mesh}, so that its ranks hold no boxes of the tensor.")
     sizes, at = lattice
     lifted: list[int | None] = [None] * len(sizes)
@@ -116,33 +117,44 @@ def is_part_of(tensor: DTensor, mesh: DeviceMesh) -> bool:
     own = tensor.device_mesh
     if tuple(own.shape) == tuple(mesh.shape):
         return torch.equal(own.mesh, mesh.mesh)
-    return _lattice(own, mesh) is not None
+    return _lattice_of(own, mesh) is not None
 
 
-def _lattice(own: DeviceMesh, mesh: DeviceMesh) -> tuple[tuple[int, ...], list[int | None]] | None:
-    """Return a mesh with the ranks of another, in the same order, that has the dimensions of a part of it.
+def _lattice_of(own: DeviceMesh, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
+    return _lattice(tuple(own.mesh.flatten().tolist()), tuple(own.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+@functools.lru_cache(maxsize=64)  # every tensor of a save asks, and there are few meshes
+def _lattice(
+    ranks: tuple[int, ...], shape: tuple[int, ...], all_ranks: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
+    """Return a mesh with all ranks, in the same order, that has the dimensions of a part of it.
 
     The meshes of experts and of all else number the same ranks by other dimensions, so only the ranks count here.
+
+    Args:
+        ranks: The ranks of the part, in row-major order.
+        shape: Its ranks per dimension.
+        all_ranks: The ranks of the whole mesh, in row-major order.
 
     Returns:
         Its sizes, and for each dimension of the part the dimension that it is, None if it has one rank; or None if the
         part's ranks are not at even distances.
     """
-    index = {rank: at for at, rank in enumerate(mesh.mesh.flatten().tolist())}
-    ranks = own.mesh.flatten().tolist()
+    index = {rank: at for at, rank in enumerate(all_ranks)}
     if not {*ranks} <= index.keys():
         return None
     found = [index[rank] for rank in ranks]
     strides: list[int] = []  # of each dimension of the part, in ranks of the mesh
     inner = len(found)
-    for size in own.mesh.shape:
+    for size in shape:
         inner //= size
         strides.append(found[inner] - found[0] if size > 1 else 0)
     sizes: list[int] = []
-    at: list[int | None] = [None] * own.ndim
+    at: list[int | None] = [None] * len(shape)
     left = len(index)
-    for dim in sorted((dim for dim in range(own.ndim) if strides[dim]), key=lambda dim: -strides[dim]):
-        size, stride = own.mesh.shape[dim], strides[dim]
+    for dim in sorted((dim for dim in range(len(shape)) if strides[dim]), key=lambda dim: -strides[dim]):
+        size, stride = shape[dim], strides[dim]
         if stride <= 0 or left % (size * stride) or found[0] // stride % size:
             return None
         sizes += [left // (size * stride)] if left > size * stride else []
@@ -150,11 +162,8 @@ def _lattice(own: DeviceMesh, mesh: DeviceMesh) -> tuple[tuple[int, ...], list[i
         sizes.append(size)
         left = stride
     sizes += [left] if left > 1 or not sizes else []
-    steps = [
-        range(0, size * stride, stride) if stride else (0,)
-        for size, stride in zip(own.mesh.shape, strides, strict=True)
-    ]
-    return (tuple(sizes), at) if found == [found[0] + sum(step) for step in itertools.product(*steps)] else None
+    steps = [range(0, size * stride, stride) if stride else (0,) for size, stride in zip(shape, strides, strict=True)]
+    return (tuple(sizes), tuple(at)) if found == [found[0] + sum(step) for step in itertools.product(*steps)] else None
 
 
 def _dim_of(placement: Placement) -> int:

@@ -199,15 +199,15 @@ def _carry_out(
     parts = parts_of_units(model, plan)
     prepare = on_all_ranks(ready, scope)
     is_divided = bool(plan.parallel) or any(divided_tensors(model))
-    experts = build_expert_mesh(plan.mesh, plan.device) if experts is None else experts
-    divide = UnitDivider(model, plan, device_mesh, experts)
+    expert_mesh = build_expert_mesh(plan.mesh, plan.device) if experts is None else experts
+    divide = UnitDivider(model, plan, device_mesh, expert_mesh)
 
     def make_ready(unit: ShardUnit) -> None:
         prepare(unit, agreed)
         divide(unit)
 
     with Agreement(scope) as agreed:
-        sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, make_ready, wrap_root, experts)
+        sharded = ENGINES[plan.engine].apply(model, plan, device_mesh, make_ready, wrap_root, expert_mesh)
     state = _finished(sharded, plan, device_mesh, parts, former)
     state.is_stage = is_stage
     if state.groups:
@@ -223,7 +223,7 @@ def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> Shard
 
     Args:
         model: A model whose tensors have values, the same on every rank.
-        plan: A plan for it, which is not checked against the model.
+        plan: A plan for it, which is not checked against the model, and divides nothing by rules.
         mesh: A mesh of the plan's shape on the device to compute on.
 
     Returns:
@@ -233,20 +233,12 @@ def shard_in_place(model: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> Shard
         ConfigError: The engine cannot carry out the plan.
     """
     check_supported(plan, mesh)
-    prepare, divide = (
-        UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh),
-        UnitDivider(model, plan, mesh),
-    )
+    prepare = UnitPreparer(model, plan.model_copy(update={"sync_states": False}), mesh)
     if plan.activation_checkpointing is not None:
         apply_activation_checkpointing(model, plan.activation_checkpointing)
     former = named_references(model)
     parts = parts_of_units(model, plan)
-
-    def make_ready(unit: ShardUnit) -> None:
-        prepare.alone(unit)
-        divide(unit)
-
-    sharded = ENGINES[plan.engine].apply(model, plan, mesh, make_ready)
+    sharded = ENGINES[plan.engine].apply(model, plan, mesh, prepare.alone)
     return _finished(sharded, plan, mesh, parts, former)
 
 

@@ -17,6 +17,7 @@ from mmfsdp.errors import MeshError
 from mmfsdp.planning.mesh import (
     EXPERT_AXES,
     MODEL_AXES,
+    axes_spec,
     check_names,
     mesh_spec,
     named_axes,
@@ -82,12 +83,10 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
     Raises:
         MeshError: The mesh has another shape, or a dimension for tensor or pipeline parallelism.
     """
-    given, experts = without_experts(given)
+    pair, (given, experts) = given, without_experts(given)
     if experts is not None:
-        found = mesh_spec(
-            (given, experts), ShardingConfig(strategy="HYBRID_SHARD" if spec.replicate > 1 else "FULL_SHARD")
-        )
-        if found != spec:
+        config = ShardingConfig(strategy="HYBRID_SHARD" if spec.replicate > 1 else "FULL_SHARD")
+        if (found := mesh_spec(pair, config)) != spec:
             raise MeshError(f"The plan is for {spec}, but the given meshes are {found}.")
     elif spec.expert > 1 and not (given is None or isinstance(given, Mapping)):
         raise MeshError(
@@ -103,10 +102,8 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
         return
     if isinstance(given, DeviceMesh):
         check_names(given.mesh_dim_names or ())
-        axes = named_axes(given)
-        if {"context", *MODEL_AXES} & {*axes.values()}:
-            sizes = dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=True))
-            found = MeshSpec(**{axis: sizes[name] for name, axis in axes.items()}, expert=spec.expert)
+        if (axes := axes_spec(given)) is not None:
+            found = axes.model_copy(update={"expert": spec.expert})
             if found != spec:
                 raise MeshError(f"The plan is for {spec}, but the given mesh is {found}.")
             return
@@ -114,7 +111,7 @@ def check_mesh(spec: MeshSpec, given: Any = None) -> None:
         raise MeshError(
             f"The plan is for {spec}, but the given mesh has no axis {missing[0]!r}. Give the mesh that has it."
         )
-    shape, planned = tuple(_shape(given)), _planned_shape(spec)
+    shape, planned = tuple(_shape(given)), tuple(spec.dimensions.values())
     # One dimension can be divided; two keep their meaning, unless nothing is sharded.
     divisible = len(shape) == 1 or spec.shard == 1 or shape == (1, *planned)
     if math.prod(shape) != spec.world_size or not (shape == planned or divisible):
@@ -137,12 +134,11 @@ def build_mesh(spec: MeshSpec, device_type: str, given: Any = None) -> DeviceMes
     given, _ = without_experts(given)
     if isinstance(given, Mapping):
         given = None
-    if isinstance(given, DeviceMesh) and {"context", *MODEL_AXES} & {*named_axes(given).values()}:
+    if isinstance(given, DeviceMesh) and axes_spec(given) is not None:
         return given
     if isinstance(given, dist.ProcessGroup) or is_group_pair(given):
         given = mesh_from_groups(given, device_type)
-    shape = _planned_shape(spec)
-    names = tuple(axis for axis, size in spec.axes.items() if size > 1 or axis == "shard")
+    names, shape = tuple(spec.dimensions), tuple(spec.dimensions.values())
     if given is None:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
     mesh: DeviceMesh = given
@@ -187,10 +183,6 @@ def shape_of(given: Any) -> Any:
         replicate, shard = given
         return dist.get_world_size(replicate), dist.get_world_size(shard)
     return given
-
-
-def _planned_shape(spec: MeshSpec) -> tuple[int, ...]:
-    return tuple(size for axis, size in spec.axes.items() if size > 1 or axis == "shard")
 
 
 def _shape(given: Any) -> tuple[int, ...]:

@@ -24,8 +24,9 @@ __all__ = ["divide_experts"]
 def divide_experts(module: nn.Module, experts: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
     """Divide a module of stacked experts in place, before its model is sharded. Not collective; its forward is.
 
-    Each rank holds whole experts. Its tokens go to the ranks of their experts, and come back; a rank that gets none
-    takes part all the same. The whole model is then sharded over two meshes: ``shard(model, config, (mesh, experts))``.
+    Each rank holds whole experts. Its tokens go to the ranks of their experts, and come back; a rank that gets no
+    tokens still takes part in each exchange. The whole model is then sharded over two meshes:
+    ``shard(model, config, (mesh, experts))``.
 
     Args:
         module: The experts, of equal values on every rank. Its ``forward(tokens, experts, weights)`` takes tensors of
@@ -81,7 +82,7 @@ class _Dispatch:
     def _run(self, arrived: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if len(arrived):
             return self._call(arrived, ids)
-        # Without tokens the parameters are used all the same, so that this rank's backward has the same collectives.
+        # A rank without tokens still uses its parameters, so that its backward has the collectives of the others.
         row = arrived.new_zeros((1, *arrived.shape[1:])) + arrived.sum(0)
         return self._call(row, ids.new_zeros(1))[:0]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class Divisions:
 
 
 def divide_by_rules(
-    model: nn.Module, rules: Parallel, given: Any, mesh: MeshSpec, ignored: Iterable[nn.Parameter]
+    model: nn.Module, rules: Parallel, given: Any, mesh: MeshSpec, ignored: Collection[int]
 ) -> Divisions:
     """Return how rules divide a model. Pure.
 
@@ -61,7 +62,7 @@ def divide_by_rules(
         rules: The section ``parallel``.
         given: The mesh as the user gave it.
         mesh: The mesh.
-        ignored: The parameters that are not sharded.
+        ignored: ``id`` of the parameters that are not sharded.
 
     Raises:
         ConfigError: The mesh lacks the axis that a rule divides along, or the model states no plan that rules can carry
@@ -85,7 +86,6 @@ def divide_by_rules(
     if rules == "auto":
         notes += _divide_ties(modules, names)
     found: dict[int, tuple[tuple[str, int], ...]] = {}
-    untouched = {id(param) for param in ignored}
     divided = {id(tensor): fqn for fqn, tensor in divided_tensors(model)}
     for fqn, rule in modules.items():
         if again := [divided[id(param)] for param in names[fqn].parameters() if id(param) in divided]:
@@ -95,7 +95,7 @@ def divide_by_rules(
                 fqn=again[0],
             )
         parent = names.get(fqn.rpartition(".")[0], model)
-        check_module(fqn, names[fqn], parent, rule, untouched)
+        check_module(fqn, names[fqn], parent, rule, ignored)
         if rule.style != "replicate" and rule.axis not in usable:
             raise ConfigError(
                 f"parallel divides {fqn!r} along the axis {rule.axis!r}, and the mesh, {mesh}, has none. Give it its "
@@ -127,12 +127,10 @@ def _named(given: Any) -> set[str | None]:
     """Return the axes that a mesh names, though they may have one rank."""
     if isinstance(given, MeshSpec):
         return {"tensor", "expert"}
-    meshes = [given] if isinstance(given, Mapping) else [mesh.mesh_dim_names for mesh in _device_meshes(given)]
-    return {axis_of(name) for names in meshes for name in names or ()}
-
-
-def _device_meshes(given: Any) -> list[Any]:
-    return [mesh for mesh in without_experts(given) if hasattr(mesh, "mesh_dim_names")]
+    if isinstance(given, Mapping):
+        return {*map(axis_of, given)}
+    names = (getattr(mesh, "mesh_dim_names", None) or () for mesh in without_experts(given))
+    return {axis_of(name) for name in itertools.chain(*names)}
 
 
 def _stated_along(

@@ -51,12 +51,12 @@ def _gradient(plan: PlanData, param: ParamEntry, sizes: dict[str, int]) -> str:
 
     A norm that sees a part of the sequence or of the heads has a part of its gradient, which is summed.
     """
-    sequences = {division.fqn for division in plan.parallel if division.style == "sequence"}
     if not param.requires_grad:
         return "none"
     data = " x ".join(_named(plan, axis) for axis in ("replicate", "shard") if axis in sizes)
     if "expert" in dict(param.divided):  # tokens of all ranks reach an expert, so that its gradient is a sum over them
         return f"sum over {data or 'expert'} / {plan.mesh.data_size}"
+    sequences = {division.fqn for division in plan.parallel if division.style == "sequence"}
     summed = [axis for axis in sizes if axis == "tensor" and param.fqn.rpartition(".")[0] in sequences]
     equal = [axis for axis in sizes if axis not in ("replicate", "shard", *summed, *dict(param.divided))]
     parts = [f"mean over {data}"] if data else []

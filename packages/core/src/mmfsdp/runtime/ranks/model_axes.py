@@ -192,18 +192,17 @@ def _refuse(unequal: tuple[str, int] | None, ranks: list[int], name: str) -> Non
 
 
 def check_drawn(state: ShardedModel) -> None:
-    """Check that the parts of parameters that an axis divides are not all the same. Collective: every rank of the mesh.
+    """Check that the ranks of ``tensor`` hold different parts of the parameters that it divides.
 
-    torch draws them alike if a model on the CPU is initialised after it was divided. A single parameter may repeat
-    itself along an axis, as keys that are copied for more ranks do, so one that does not is enough.
+    Collective: every rank of the mesh. torch draws parts alike if a model on the CPU is initialised after it was
+    divided. A single parameter may repeat itself along the axis, as keys that are copied for more ranks do, so one that
+    does not is enough.
 
     Raises:
-        ShardStateError: They all are; raised on every rank.
+        ShardStateError: All parts are alike; raised on every rank.
     """
     own = {clean_fqn(fqn): param for fqn, param in state.module.named_parameters(remove_duplicate=False)}
     for name in _axes(state):
-        if axis_of(name) != "tensor":  # experts may begin as copies of one
-            continue
         entries = (param for unit in state.plan.units for param in unit.params if "tensor" in dict(param.divided))
         parts = {entry.fqn: _local(own[entry.fqn]) for entry in entries}
         varied = any(part.numel() > 1 and bool((part != part.flatten()[0]).any()) for part in parts.values())

@@ -77,8 +77,8 @@ class Fsdp2Engine(Engine[ShardedModel]):
     ) -> nn.Module:
         """See `Engine.apply`. Returns ``model`` itself, sharded in place."""
         offload, data = _offload_policy(plan, mesh), data_mesh(mesh)
-        data_of = {False: data, True: data if experts is None else data_of_experts(experts)}
-        divide_gradients = ExpertGradients(data_of[True], plan.mesh.data_size)
+        expert_data = data if experts is None else data_of_experts(experts)
+        divide_gradients = ExpertGradients(expert_data, plan.mesh.data_size)
         first_called: dict[str, nn.Module] = {}
         for unit in plan.units:
             prepare(unit)
@@ -94,7 +94,7 @@ class Fsdp2Engine(Engine[ShardedModel]):
             policy = _mixed_precision(unit.precision)
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
-                mesh=data_of[unit.has_experts],
+                mesh=expert_data if unit.has_experts else data,
                 reshard_after_forward=_reshard(unit, plan),
                 mp_policy=policy,
                 offload_policy=offload,
