@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mmfsdp
+from mmfsdp.checkpoint import convert
+from mmfsdp.testing import single_rank
 
 __all__ = [
+    "KINDS",
     "MESHES",
     "VOCABULARY",
+    "Steps",
     "batch_of",
+    "check_files",
     "divide",
     "make_llama",
     "make_mesh",
     "make_model",
     "make_neox",
+    "make_small",
+    "near",
     "own_rows",
+    "resume",
+    "take_step",
     "train_alone",
+    "train_and_save",
     "train_step",
 ]
+
+KINDS = {"sharded": "d", "local": "l", "full": "pth"}
+"""Kinds of checkpoints, and how the names of theirs end."""
+Steps = list[tuple[float, float]]
+"""The loss and the norm of the gradients of each step."""
 
 MESHES = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -36,39 +55,33 @@ MESHES = {
 VOCABULARY = 96
 
 
-def make_llama(*, tied: bool = False) -> nn.Module:
-    """Return a small Llama of transformers, the same in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_small(family: str, **own: Any) -> Any:
+    """Return a small causal model of a family of transformers, the same in every process."""
+    import transformers
 
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCABULARY,
         hidden_size=48,
         intermediate_size=80,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=tied,
         use_cache=False,
+        **own,
     )
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def make_llama(*, tied: bool = False) -> nn.Module:
+    """Return a small Llama of transformers, the same in every process."""
+    model: nn.Module = make_small("Llama", num_key_value_heads=4, tie_word_embeddings=tied)
+    return model
 
 
 def make_neox() -> nn.Module:
     """Return a small GPT-NeoX: one matrix for queries, keys and values, head after head, and blocks side by side."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(1)
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        use_parallel_residual=True,
-        use_cache=False,
-    )
-    return GPTNeoXForCausalLM(config)
+    model: nn.Module = make_small("GPTNeoX", use_parallel_residual=True)
+    return model
 
 
 def make_model(kind: str) -> nn.Module:
@@ -143,6 +156,11 @@ def train_step(
     if seen is not None:
         with mmfsdp.full_params(model, with_grads=True, writeback=False):
             seen |= {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    return take_step(model, optimizer, loss, mesh)
+
+
+def take_step(model: nn.Module, optimizer: Any, loss: torch.Tensor, mesh: DeviceMesh | None) -> tuple[float, float]:
+    """Clip and step after a backward, and return the loss of all ranks and the norm of the gradients."""
     if mesh is None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     else:
@@ -156,11 +174,55 @@ def train_step(
     return float(value), float(norm)
 
 
-def train_alone(
-    steps: int, kind: str = "llama"
-) -> tuple[list[tuple[float, float]], nn.Module, dict[str, torch.Tensor]]:
+def near(found: Steps, truth: Steps, within: float = 1e-5) -> None:
+    """Check losses and norms."""
+    for mine, other in zip(found, truth, strict=True):
+        assert mine == pytest.approx(other, rel=within, abs=within), (found, truth)
+
+
+def train_and_save(
+    built: tuple[DeviceMesh, nn.Module, torch.optim.Optimizer], path: str, truth: Steps, grads: dict[str, torch.Tensor]
+) -> None:
+    """Train 5 steps as one process did, and save every kind of checkpoint."""
+    mesh, model, optimizer = built
+    near([train_step(model, optimizer, 0, mesh, seen := {})], truth[:1])
+    for fqn, grad in grads.items():
+        torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
+    near([train_step(model, optimizer, step, mesh) for step in range(1, 5)], truth[1:5])
+    for kind, suffix in KINDS.items():
+        mmfsdp.save_checkpoint(f"{path}.{suffix}", model, optimizer, kind=kind, blocking=kind != "local").result()
+    mmfsdp.save_checkpoint(f"{path}.safetensors", model, kind="safetensors")
+
+
+def resume(
+    built: tuple[DeviceMesh, nn.Module, torch.optim.Optimizer], path: str, kind: str, truth: Steps, within: float = 1e-5
+) -> None:
+    """Load a checkpoint of `train_and_save`, and train 5 steps more."""
+    mesh, model, optimizer = built
+    mmfsdp.load_checkpoint(f"{path}.{KINDS[kind]}", model, optimizer)
+    near([train_step(model, optimizer, step, mesh) for step in range(5, 10)], truth[5:], within)
+
+
+def check_files(path: Path) -> dict[str, torch.Tensor]:
+    """Check that what `train_and_save` wrote holds the same weights to the last bit, and return them by name."""
+    found: dict[str, torch.Tensor] = torch.load(f"{path}.pth", weights_only=True)["state_dict"]
+    live = load_file(f"{path}.safetensors")
+    assert live.keys() <= found.keys()
+    assert all(torch.equal(value, found[fqn]) for fqn, value in live.items())
+    for kind, suffix in KINDS.items():
+        convert(f"{path}.{suffix}", target := f"{path}-{kind}.safetensors")
+        for fqn, value in load_file(target).items():
+            assert torch.equal(value, found[fqn]), (path, kind, fqn)
+    content = {"state_dict": {fqn: torch.zeros_like(value) for fqn, value in found.items()}}
+    with single_rank():
+        dcp.load(content, checkpoint_id=f"{path}.d")
+    assert all(torch.equal(value, found[fqn]) for fqn, value in content["state_dict"].items())
+    return found
+
+
+def train_alone(steps: int, model: nn.Module | str = "llama") -> tuple[Steps, nn.Module, dict[str, torch.Tensor]]:
     """Train in one process: losses and norms, the model, and the gradients of the first step by name."""
-    model = make_model(kind)
+    model = make_model(model) if isinstance(model, str) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = batch_of(0)
     model(input_ids=tokens, labels=tokens).loss.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.distributed.axes.divided_models import VOCABULARY, make_llama, make_neox
+from tests.distributed.axes.divided_models import VOCABULARY, make_llama, make_neox, make_small
 from torch import nn
 
 __all__ = ["RULES", "make_ruled", "ruled_loss"]
@@ -57,11 +57,7 @@ def make_ruled(kind: str) -> nn.Module:
     if kind == "odd":
         return nn.Sequential(nn.Embedding(VOCABULARY + 1, 24), Block(), Block(), nn.LayerNorm(24), nn.Linear(24, 97))
     if kind == "qwen3":
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "num_hidden_layers": 2}
-        config = Qwen3Config(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, use_cache=False, **sizes)
-        return Qwen3ForCausalLM(config)
+        return make_small("Qwen3", num_key_value_heads=4, head_dim=12)  # type: ignore[no-any-return]
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8}

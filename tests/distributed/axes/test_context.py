@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.distributed.axes.divided_models import VOCABULARY, batch_of, divide, make_llama, make_mesh
+from tests.distributed.axes.divided_models import VOCABULARY, batch_of, divide, make_llama, make_mesh, take_step
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,17 +74,7 @@ def train_step(model: Any, optimizer: Any, step: int, mesh: DeviceMesh | None) -
         own = [rows.chunk(ranks)[at][:, position[0]] for rows in (tokens, labels)]
         loss = loss_of(model, *own, position_ids=position)
     loss.backward()
-    if mesh is None:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    else:
-        norm = mmfsdp.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    value = loss.detach().clone()
-    if mesh is not None:
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return float(value), float(norm)
+    return take_step(model, optimizer, loss, mesh)
 
 
 def build(name: str) -> tuple[DeviceMesh, nn.Module, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.distributed.axes.divided_models import MESHES, batch_of, divide, make_llama, make_mesh, own_rows
+from tests.distributed.axes.divided_models import MESHES, batch_of, divide, make_llama, make_mesh, own_rows, take_step
 from tests.distributed.axes.ruled_models import RULES, make_ruled, ruled_loss
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -37,16 +37,7 @@ def train(model: nn.Module, kind: str, mesh: Any = None) -> tuple[list[tuple[flo
         if step == 0:
             with mmfsdp.full_params(model, with_grads=True, writeback=False) if mesh is not None else nullcontext():
                 grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-        norm = (mmfsdp.clip_grad_norm_ if mesh is not None else nn.utils.clip_grad_norm_)(
-            model if mesh is not None else model.parameters(), 0.5
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        value = loss.detach().clone()
-        if mesh is not None:
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-        steps.append((float(value), float(norm)))
+        steps.append(take_step(model, optimizer, loss, mesh))
     return steps, grads
 
 

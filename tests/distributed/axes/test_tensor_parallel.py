@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from tests.distributed.axes.divided_models import (
+    KINDS,
     MESHES,
+    Steps,
+    check_files,
     divide,
     make_llama,
     make_mesh,
     make_model,
+    near,
+    resume,
     train_alone,
+    train_and_save,
     train_step,
 )
 from torch import nn
@@ -25,20 +29,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mmfsdp
 from mmfsdp.basics.torch_releases import KEEPS_ROOT_MESH, torch_has
-from mmfsdp.checkpoint import convert
 from mmfsdp.errors import ConfigError, MeshError, PlanError, RankMismatchError, ShardStateError
 from mmfsdp.runtime import find_sharded_model
-from mmfsdp.testing import run_ranks, single_rank
+from mmfsdp.testing import run_ranks
 
 CONFIG = {"wrap": {"kind": "module_name", "patterns": "*.layers.*"}}
-KINDS = {"sharded": "d", "local": "l", "full": "pth"}
 CASES = [
     (saved, name, [*KINDS][(at + turn) % 3])
     for turn in range(3)
     for at, (saved, name) in enumerate(itertools.product(MESHES, MESHES))
 ]
 """Each pair of meshes with a kind of checkpoint, then with another, then with the third."""
-Steps = list[tuple[float, float]]
 
 
 def build(name: str, kind: str = "llama") -> tuple[DeviceMesh, nn.Module, torch.optim.Optimizer]:
@@ -48,39 +49,15 @@ def build(name: str, kind: str = "llama") -> tuple[DeviceMesh, nn.Module, torch.
     return mesh, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def near(found: Steps, truth: Steps) -> None:
-    for mine, other in zip(found, truth, strict=True):
-        assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
-
-
-def train_and_save(rank: int, name: str, folder: str, kind: str, truth: Steps, grads: dict[str, torch.Tensor]) -> None:
-    mesh, model, optimizer = build(name, kind)
-    divide(again := make_model(kind), mesh)
-    plan = mmfsdp.plan(again, CONFIG, mesh)
-    assert sum(param.to_local().nbytes for param in model.parameters()) == plan.param_bytes(rank)
-    near([train_step(model, optimizer, 0, mesh, seen := {})], truth[:1])
-    for fqn, grad in grads.items():
-        torch.testing.assert_close(seen[fqn], grad, rtol=1e-5, atol=1e-5)
-    near([train_step(model, optimizer, step, mesh) for step in range(1, 5)], truth[1:5])
-    for form, suffix in KINDS.items():
-        save = mmfsdp.save_checkpoint(
-            f"{folder}/{name}.{suffix}", model, optimizer, kind=form, blocking=form != "local"
-        )
-        save.result()
-    mmfsdp.save_checkpoint(f"{folder}/{name}.safetensors", model, kind="safetensors")
-
-
-def resume(rank: int, saved: str, name: str, form: str, folder: str, kind: str, truth: Steps) -> None:
-    mesh, model, optimizer = build(name, kind)
-    mmfsdp.load_checkpoint(f"{folder}/{saved}.{KINDS[form]}", model, optimizer)
-    near([train_step(model, optimizer, step, mesh) for step in range(5, 10)], truth[5:])
-
-
 def everywhere(rank: int, folder: str, kind: str, truth: Steps, grads: dict[str, torch.Tensor], part: slice) -> None:
     for name in MESHES:
-        train_and_save(rank, name, folder, kind, truth, grads)
+        mesh, model, optimizer = build(name, kind)
+        divide(again := make_model(kind), mesh)
+        plan = mmfsdp.plan(again, CONFIG, mesh)
+        assert sum(param.to_local().nbytes for param in model.parameters()) == plan.param_bytes(rank)
+        train_and_save((mesh, model, optimizer), f"{folder}/{name}", truth, grads)
     for saved, name, form in CASES[part]:
-        resume(rank, saved, name, form, folder, kind, truth)
+        resume(build(name, kind), f"{folder}/{saved}", form, truth)
 
 
 @pytest.mark.sample("some-tied")
@@ -94,18 +71,7 @@ def test_divided_models_train_and_resume_on_any_mesh(part: slice, kind: str, tmp
     truth, _, grads = train_alone(10, kind)
     run_ranks(everywhere, 4, str(tmp_path), kind, truth, grads, part, timeout=580)
     for name in MESHES:
-        whole = torch.load(tmp_path / f"{name}.pth", weights_only=True)["state_dict"]
-        live = load_file(tmp_path / f"{name}.safetensors")
-        assert live.keys() <= whole.keys()
-        for form, suffix in KINDS.items():
-            convert(tmp_path / f"{name}.{suffix}", target := tmp_path / f"{name}-{form}.safetensors")
-            for fqn, value in load_file(target).items():
-                assert torch.equal(value, whole[fqn]), (name, form, fqn)
-        assert all(torch.equal(value, whole[fqn]) for fqn, value in live.items())
-        content = {"state_dict": {fqn: torch.zeros_like(value) for fqn, value in whole.items()}}
-        with single_rank():
-            dcp.load(content, checkpoint_id=tmp_path / f"{name}.d")
-        assert all(torch.equal(value, whole[fqn]) for fqn, value in content["state_dict"].items())
+        check_files(tmp_path / name)
 
 
 def in_a_loop(rank: int, folder: str) -> None:
